@@ -124,11 +124,11 @@ def check_args(args):
         flag, value = "--" + field.name.replace("_", "-"), getattr(args, field.name)
         if field.name in ("gamma", "tau") and not 0 <= value < 1:
             refuse(f"{flag} {value}: must be at least 0 and less than 1")
-        if field.name in ("seed", "learning_starts", "kl_coef") and not value >= 0:
+        if field.name.endswith(("seed", "learning_starts", "coef")) and not 0 <= value < float("inf"):
             refuse(f"{flag} {value}: must be at least 0")
         elif field.type is int and value < 1 and field.name not in ("seed", "learning_starts"):
             refuse(f"{flag} {value}: must be at least 1")
-        elif field.name == "learning_rate" and not 0 < value < float("inf"):
+        elif field.name.endswith("learning_rate") and not 0 < value < float("inf"):
             refuse(f"{flag} {value}: must be positive")
     if args.n > args.batch_size:
         refuse(f"--n {args.n}: must be at most the batch size, {args.batch_size}")
@@ -323,7 +323,7 @@ class Network(nn.Module):
 
 
 class Agent:
-    """The network, its exponential moving average (the target network) and the optimiser."""
+    """Networks and optimisers. The target network is the exponential moving average (EMA) of the network."""
 
     def __init__(self, args, games, device):
         self.network = Network(args, games.channels, len(games.action_set)).to(device)
@@ -376,7 +376,8 @@ def losses(args, agent, batch):
     critic = critic_loss(args, agent, batch, online, target)
     actor, kl, advantage_std = actor_loss(args, online, target)
     entropy = -(online.log_policy.exp() * online.log_policy).sum(1).mean()
-    return critic + actor, torch.stack([critic, actor, kl, entropy, online.value.mean(), advantage_std]).detach()
+    loss, logged = critic + actor, [critic, actor, kl, entropy, online.value.mean(), advantage_std]
+    return loss, torch.stack(logged).detach()
 
 
 def update(args, agent, replay):
@@ -386,8 +387,7 @@ def update(args, agent, replay):
     loss.backward()
     agent.optimizer.step()
     with torch.no_grad():
-        averages, parameters = list(agent.target_network.parameters()), list(agent.network.parameters())
-        torch._foreach_lerp_(averages, parameters, 1 - args.tau)
+        torch._foreach_lerp_(list(agent.target_network.parameters()), list(agent.network.parameters()), 1 - args.tau)
     return logged
 
 
@@ -484,19 +484,20 @@ def updates_due(args, frames):
 
 
 def estimate_hours(args, device):
-    """Time the losses and their gradients on 16 frames, and scale that to the batches of the whole run."""
-    part = replace(args, batch_size=min(16, args.batch_size), n=min(16, args.n))
+    """Time the losses and their gradients on ever larger parts of a batch, and scale the last to the whole run."""
     games = Games(args, spawn_seeds(args)[2])
-    replay, agent = Replay(part, games.channels, device), Agent(part, games, device)
-    for _ in range(part.n):
+    replay, agent = Replay(args, games.channels, device), Agent(args, games, device)
+    for _ in range(args.n):
         replay.add(games.step(np.zeros(args.num_envs, dtype=np.int64)))
-    losses(part, agent, replay.sample())[0].backward()
-    start, repeats = time.time(), 0
-    while time.time() - start < 1:
-        losses(part, agent, replay.sample())[0].backward()
-        repeats += 1
-    seconds = (time.time() - start) / repeats * args.batch_size / part.batch_size
-    return seconds * updates_due(args, args.total_timesteps) / 3600
+    frames, seconds = 4, 0.0
+    while seconds < 0.3 and frames < args.batch_size:
+        frames = min(2 * frames, args.batch_size)
+        replay.args = replace(args, batch_size=frames)
+        for _ in range(2):  # the first time warms up
+            start = time.time()
+            losses(args, agent, replay.sample())[0].backward()
+            seconds = time.time() - start
+    return seconds / frames * args.batch_size * updates_due(args, args.total_timesteps) / 3600
 
 
 def main():

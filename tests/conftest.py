@@ -7,7 +7,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-SCRIPTS = ["offdae_uncorrected", "offdae_dae", "offdae_tree"]
+SCRIPTS = ["offdae_uncorrected", "offdae_dae", "offdae_offpolicy", "offdae_tree"]
 
 
 def pytest_configure(config):
@@ -22,7 +22,7 @@ def script(request):
     return importlib.import_module(request.param)
 
 
-@pytest.fixture(params=["offdae_dae"])
+@pytest.fixture(params=["offdae_dae", "offdae_offpolicy"])
 def common(request):
     """For what is the same text in the scripts, as tests/test_same_text.py makes sure."""
     return importlib.import_module(request.param)

@@ -1,5 +1,6 @@
 """Each loss and its gradient against a slow reference: one frame and one step at a time, straight from the equation."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import offdae_dae
+import offdae_offpolicy
 import offdae_tree
 import offdae_uncorrected
 
@@ -16,6 +18,8 @@ GAMES = SimpleNamespace(channels=CHANNELS, action_set=list(range(ACTIONS)))
 
 
 def make_args(script, **changes):
+    if script is offdae_offpolicy:
+        changes = dict(latent_size=3, cvae_channels=4) | changes
     return script.Args(**dict(channels=4, hidden=16, gamma=GAMMA, n=5, batch_size=16, kl_coef=0.7) | changes)
 
 
@@ -26,6 +30,13 @@ def make_agent(script, args, seed=0):
     with torch.no_grad():
         for parameter in agent.target_network.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
+    if script is offdae_offpolicy:
+        agent.cvae.eval()  # with running statistics a frame does not depend on the rest of the batch
+        for module in agent.cvae.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                torch.nn.init.normal_(module.running_mean)
+                torch.nn.init.uniform_(module.running_var, 0.5, 2.0)
+        torch.nn.init.normal_(agent.cvae.latents)
     return agent
 
 
@@ -78,6 +89,9 @@ def as_batch(script, args, segments):
         end_slot=torch.tensor([min(slots[s], slot_count - 1) for s, _ in frames]),
         end_terminal=torch.tensor([segments[s].terminal for s, _ in frames]),
     )
+    if script is offdae_offpolicy:
+        following = [[*segment.states[1:], segment.end] for segment in segments]
+        fields["next_states"] = torch.stack([following[s][i] for s, i in frames])
     return script.Batch(**fields)
 
 
@@ -103,6 +117,17 @@ class Slow:
         raw, policy = self.output(network, state).advantage[0], self.target_policy(state)
         return raw[action] - sum(policy[a] * raw[a] for a in range(ACTIONS))
 
+    def luck(self, segment, t):
+        """B(s,a,s') = sum_z q(z|s,a,s') g(s,a,z) - sum_z p(z|s,a) g(s,a,z)"""
+        state, action = segment.states[t], segment.actions[t]
+        following = [*segment.states[1:], segment.end][t]
+        with torch.no_grad():
+            _, log_p, log_q = self.agent.cvae(state[None], torch.tensor([action]), following[None])
+        g, total = self.output(self.agent.network, state).luck[0], 0.0
+        for z in range(self.args.latent_size):
+            total = total + log_q[0, z].exp() * g[action, z] - log_p[0, z].exp() * g[action, z]
+        return total
+
     def end_value(self, segment, network=None):
         network = network or self.agent.target_network
         return 0.0 if segment.terminal else self.value(network, segment.end)
@@ -118,7 +143,9 @@ class Slow:
         total = gamma ** (length - i) * self.end_value(segment, end_network)
         for t in range(i, length):
             total = total + gamma ** (t - i) * segment.rewards[t]
-            if script is offdae_dae:
+            if script is offdae_offpolicy:
+                total = total - gamma ** (t - i + 1) * self.luck(segment, t)
+            if script in (offdae_dae, offdae_offpolicy):
                 total = total - gamma ** (t - i) * self.advantage(network, segment.states[t], segment.actions[t])
         prediction = self.value(network, state)
         if script is offdae_uncorrected:
@@ -169,7 +196,9 @@ def assert_same_gradients(left, right, tolerance=1e-10):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-CASES = [(offdae_uncorrected, {}), (offdae_dae, {}), (offdae_dae, dict(target_network=False)), (offdae_tree, {})]
+WITHOUT_TARGET = dict(target_network=False)
+CASES = [(offdae_uncorrected, {}), (offdae_tree, {}), (offdae_dae, {}), (offdae_offpolicy, {})]
+CASES += [(offdae_dae, WITHOUT_TARGET), (offdae_offpolicy, WITHOUT_TARGET)]
 
 
 @pytest.mark.parametrize(("script", "changes"), CASES)
@@ -199,6 +228,10 @@ def outputs(script, agent, batch):
     """Centred outputs of both networks, as `losses` makes them."""
     online, target = agent.network(batch.states), agent.target_network(batch.states)
     policy = target.log_policy.exp()
+    if script is offdae_offpolicy:
+        _, log_p, log_q = agent.cvae(batch.states, batch.actions, batch.next_states)
+        luck = script.centred_luck(online.luck, batch.actions, log_q.exp().detach(), log_p.exp().detach())
+        online = online._replace(luck=luck)
     return [x._replace(advantage=script.centred(x.advantage, policy)) for x in (online, target)]
 
 
@@ -231,6 +264,15 @@ def test_dae_without_advantages_is_uncorrected(float64):
     assert offdae_dae.critic_loss(args, agent, batch, online, target) != dae
 
 
+def test_off_policy_dae_without_luck_is_dae(float64):
+    args, agent, batch = make_case(offdae_offpolicy)
+    online, target = outputs(offdae_offpolicy, agent, batch)
+    zero = online._replace(luck=torch.zeros_like(online.luck))
+    without = offdae_offpolicy.critic_loss(args, agent, batch, zero, target)
+    assert without == offdae_dae.critic_loss(args, agent, batch, online, target)
+    assert abs(offdae_offpolicy.critic_loss(args, agent, batch, online, target) - without) > 1e-4
+
+
 @pytest.mark.parametrize("other", [offdae_uncorrected, offdae_tree])
 def test_all_methods_agree_at_n_1(float64, other):
     results = []
@@ -244,10 +286,10 @@ def test_all_methods_agree_at_n_1(float64, other):
 
 def test_methods_differ_beyond_n_1(float64):
     critics = []
-    for script in (offdae_dae, offdae_uncorrected, offdae_tree):
+    for script in (offdae_dae, offdae_uncorrected, offdae_offpolicy, offdae_tree):
         args, agent, batch = make_case(script, n=3, frames=12)
         critics.append(script.losses(args, agent, batch)[1][0].item())
-    assert min(abs(a - b) for a, b in [critics[:2], critics[1:], critics[::2]]) > 1e-3
+    assert min(abs(a - b) for a, b in itertools.combinations(critics, 2)) > 1e-4
 
 
 def test_advantage_is_centred_under_the_ema_policy(script):

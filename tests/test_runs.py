@@ -17,6 +17,7 @@ from conftest import ROOT, SCRIPTS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import offdae_dae
+import offdae_offpolicy
 
 TINY = "--small --total-timesteps 6000 --num-envs 16 --learning-starts 1000 --eval-episodes 5 --max-episode-frames 300"
 TINY = [*TINY.split(), "--run-name", "tiny"]
@@ -67,6 +68,8 @@ def test_files_of_a_run(alone):
     assert model["script"] == name and model["args"] == args
     assert all(value.isfinite().all() for value in model["network"].values())
     assert any((model["network"][key] != model["target_network"][key]).any() for key in model["network"])
+    if name == "offdae_offpolicy":
+        assert "encoder.1.0.running_mean" in model["cvae"] and model["cvae"]["latents"].shape[0] == args["latent_size"]
 
 
 def test_curve_and_tensorboard_hold_the_same_points(alone):
@@ -197,6 +200,10 @@ def test_defaults_are_the_papers(script):
     games = script.Games(args, np.random.SeedSequence(0).spawn(1))
     group = script.Agent(args, games, torch.device("cpu")).optimizer.param_groups[0]
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-4, 0)
+    if script is offdae_offpolicy:
+        assert (args.latent_size, args.cvae_channels, args.ent_coef, args.decode_every) == (16, 128, 0.0001, 1)
+        group = script.Agent(args, games, torch.device("cpu")).cvae_optimizer.param_groups[0]
+        assert (float(group["lr"]), group["betas"], group["eps"]) == (pytest.approx(0.00025), (0.5, 0.9), 1e-8)
     game = games.games[0]
     assert (game.sticky_action_prob, game.env.ramping) == (0.0, False) and isinstance(game, minatar.Environment)
 
