@@ -1,7 +1,7 @@
 """Off-policy DAE: regress returns on V, the advantages of all actions and luck, in a simple actor-critic on MinAtar.
 
 One of four scripts for *Skill or Luck? Return Decomposition via Advantage Functions* (Pan & Schölkopf, ICLR 2024).
-They differ only in `critic_loss`; names in backquotes such as Eq. `hierarchy` are labels in the paper's LaTeX source.
+They differ in `critic_loss`, this one also adds a CVAE; names such as Eq. `hierarchy` are labels in the paper's source.
 Off-policy DAE takes the effect of the agent's actions and that of chance out of the return. What chance did is the
 discrete latent z of a CVAE trained beside the agent; luck is a function of state, action and z that is 0 on average.
 
@@ -103,7 +103,7 @@ class Args:
     ent_coef: float = 1e-4
     """weight of the posterior's entropy in the CVAE loss"""
     decode_every: int = 1
-    """decode every so many-th frame of a batch; all of them train the prior and give luck"""
+    """decode every k-th frame of a batch (1: all); every frame trains the prior and has luck"""
 
 
 SMALL = dict(total_timesteps=600_000, batch_size=256, learning_starts=10_000, steps_per_update=64)
@@ -141,13 +141,13 @@ def check_args(args):
         if field.name in ("gamma", "tau") and not 0 <= value < 1:
             refuse(f"{flag} {value}: must be at least 0 and less than 1")
         if field.name.endswith(("seed", "learning_starts", "coef")) and not 0 <= value < float("inf"):
-            refuse(f"{flag} {value}: must be at least 0")
+            refuse(f"{flag} {value}: must be at least 0 and finite")
         elif field.type is int and value < 1 and field.name not in ("seed", "learning_starts"):
             refuse(f"{flag} {value}: must be at least 1")
         elif field.name.endswith("learning_rate") and not 0 < value < float("inf"):
-            refuse(f"{flag} {value}: must be positive")
-    if args.n > args.batch_size:
-        refuse(f"--n {args.n}: must be at most the batch size, {args.batch_size}")
+            refuse(f"{flag} {value}: must be positive and finite")
+    if args.n > min(args.batch_size, args.max_episode_frames):
+        refuse(f"--n {args.n}: must be at most batch-size {args.batch_size} and max-episode-frames")
     least = args.batch_size + args.num_envs * args.n
     if args.buffer_size < least:
         refuse(f"--buffer-size {args.buffer_size}: must be at least batch-size + num-envs * n = {least}")
@@ -403,10 +403,8 @@ class Agent:
         self.learning_rate = torch.tensor(args.learning_rate, device=device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=self.learning_rate, eps=1e-4, fused=True)
         self.cvae = CVAE(args, games.channels, len(games.action_set)).to(device, memory_format=torch.channels_last)
-        cvae_learning_rate = torch.tensor(args.cvae_learning_rate, device=device)
-        self.cvae_optimizer = torch.optim.Adam(
-            self.cvae.parameters(), lr=cvae_learning_rate, betas=(0.5, 0.9), eps=1e-8, fused=True
-        )
+        constants = dict(lr=args.cvae_learning_rate, betas=(0.5, 0.9), eps=1e-8)
+        self.cvae_optimizer = torch.optim.Adam(self.cvae.parameters(), **constants, fused=True)
 
 
 # --------------------------------------------------------------------------------------------------------- losses
@@ -516,9 +514,9 @@ class Progress:
         self.bar.set_postfix_str(note, refresh=False)
         self.bar.update(done - self.done)
         self.done, now = done, time.time()
-        if self.bar.disable and done and (now - self.last > 10 or done == self.total):
-            self.last, minutes = now, (now - self.start) / 60 * (self.total - done) / done
-            print(f"{done:,} of {self.total:,} {self.unit}, {note}, {minutes:.1f} minutes left", flush=True)
+        if self.bar.disable and (now - self.last > 10 or done == self.total):
+            self.last, minutes = now, (now - self.start) / 60 * (self.total - done) / max(1, done)
+            print(f"{done:,} of {self.total:,} {self.unit}, {note}, about {minutes:.1f} minutes left", flush=True)
 
 
 def spawn_seeds(args):

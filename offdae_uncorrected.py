@@ -1,7 +1,7 @@
 """Uncorrected: regress Q on n-step returns as they are, in a simple off-policy actor-critic on MinAtar.
 
 One of four scripts for *Skill or Luck? Return Decomposition via Advantage Functions* (Pan & Schölkopf, ICLR 2024).
-They differ only in `critic_loss`; names in backquotes such as Eq. `hierarchy` are labels in the paper's LaTeX source.
+They differ in `critic_loss`; names in backquotes such as Eq. `hierarchy` are labels in the paper's LaTeX source.
 Uncorrected takes neither the effect of later actions nor that of chance out of the return. It keeps the advantage of
 the first action, without which there would be nothing to improve the policy with.
 
@@ -125,13 +125,13 @@ def check_args(args):
         if field.name in ("gamma", "tau") and not 0 <= value < 1:
             refuse(f"{flag} {value}: must be at least 0 and less than 1")
         if field.name.endswith(("seed", "learning_starts", "coef")) and not 0 <= value < float("inf"):
-            refuse(f"{flag} {value}: must be at least 0")
+            refuse(f"{flag} {value}: must be at least 0 and finite")
         elif field.type is int and value < 1 and field.name not in ("seed", "learning_starts"):
             refuse(f"{flag} {value}: must be at least 1")
         elif field.name.endswith("learning_rate") and not 0 < value < float("inf"):
-            refuse(f"{flag} {value}: must be positive")
-    if args.n > args.batch_size:
-        refuse(f"--n {args.n}: must be at most the batch size, {args.batch_size}")
+            refuse(f"{flag} {value}: must be positive and finite")
+    if args.n > min(args.batch_size, args.max_episode_frames):
+        refuse(f"--n {args.n}: must be at most batch-size {args.batch_size} and max-episode-frames")
     least = args.batch_size + args.num_envs * args.n
     if args.buffer_size < least:
         refuse(f"--buffer-size {args.buffer_size}: must be at least batch-size + num-envs * n = {least}")
@@ -411,9 +411,9 @@ class Progress:
         self.bar.set_postfix_str(note, refresh=False)
         self.bar.update(done - self.done)
         self.done, now = done, time.time()
-        if self.bar.disable and done and (now - self.last > 10 or done == self.total):
-            self.last, minutes = now, (now - self.start) / 60 * (self.total - done) / done
-            print(f"{done:,} of {self.total:,} {self.unit}, {note}, {minutes:.1f} minutes left", flush=True)
+        if self.bar.disable and (now - self.last > 10 or done == self.total):
+            self.last, minutes = now, (now - self.start) / 60 * (self.total - done) / max(1, done)
+            print(f"{done:,} of {self.total:,} {self.unit}, {note}, about {minutes:.1f} minutes left", flush=True)
 
 
 def spawn_seeds(args):

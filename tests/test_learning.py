@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import offdae_dae
+import offdae_offpolicy
 
 BREAKOUT = ["--env-id", "breakout", "--small", "--total-timesteps", 120_000, "--run-name", "learning"]
 
@@ -22,8 +23,10 @@ def random_return():
     return offdae_dae.evaluate(args, agent.network, torch.device("cpu"))["mean"]
 
 
-def learned(run, script):
-    return json.loads((run(script, *BREAKOUT) / "runs" / "learning" / "eval.json").read_text())["mean"]
+def learned(run, script, *arguments):
+    directory = run(script, *BREAKOUT, *arguments) / "runs" / "learning"
+    assert len((directory / "curve.csv").read_text().splitlines()) == 1 + 500  # 938 steps, 500 points
+    return json.loads((directory / "eval.json").read_text())["mean"]
 
 
 def test_dae_learns_breakout(run, random_return):
@@ -34,6 +37,13 @@ def test_dae_learns_breakout(run, random_return):
 @pytest.mark.parametrize("name", ["offdae_uncorrected", "offdae_tree"])
 def test_the_others_learn_breakout(run, random_return, name):
     assert learned(run, importlib.import_module(name)) >= 4 * random_return > 0
+
+
+@pytest.mark.slow
+def test_off_policy_dae_learns_breakout(run, random_return):
+    """With a smaller CVAE, for there is no chance in Breakout that it could find."""
+    arguments = "--cvae-channels", 8, "--latent-size", 4, "--decode-every", 31
+    assert learned(run, offdae_offpolicy, *arguments) >= 4 * random_return > 0
 
 
 @pytest.mark.slow

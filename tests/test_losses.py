@@ -317,18 +317,35 @@ def test_no_loss_reaches_the_ema_network(script):
         assert all(p.grad is not None for p in agent.network.parameters())
 
 
-def test_ema_and_learning_rate(script):
-    """One update by hand: Adam's first step is lr * g / (|g| + eps), then the average moves by 1 - tau."""
+def adam(parameter, gradient_list, lr, betas, eps):
+    """Adam as its paper writes it, for a few steps with known gradients."""
+    mean, square = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    for t, gradient in enumerate(gradient_list, start=1):
+        mean = betas[0] * mean + (1 - betas[0]) * gradient
+        square = betas[1] * square + (1 - betas[1]) * gradient**2
+        corrected = mean / (1 - betas[0] ** t), square / (1 - betas[1] ** t)
+        parameter = parameter - lr[t - 1] * corrected[0] / (corrected[1].sqrt() + eps)
+    return parameter
+
+
+def test_two_updates_by_hand(float64, script):
+    """Fresh gradients each time, Adam with its annealed rate, the moving average; the CVAE has an Adam of its own."""
     args, agent, batch = make_case(script, tau=0.9)
-    agent.learning_rate.fill_(0.01)
-    before = [p.clone() for p in agent.network.parameters()]
-    averages = [p.clone() for p in agent.target_network.parameters()]
-    torch.manual_seed(3)
-    expected = gradients(script.losses(args, agent, batch)[0], agent)
-    torch.manual_seed(3)
-    script.update(args, agent, SimpleNamespace(sample=lambda: batch))
-    for old, new, average, moved, gradient in zip(
-        before, agent.network.parameters(), averages, agent.target_network.parameters(), expected, strict=True
-    ):
-        torch.testing.assert_close(new, old - 0.01 * gradient / (gradient.abs() + 1e-4), rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(moved, 0.9 * average + 0.1 * new, rtol=1e-5, atol=1e-7)
+    network, average = (list(x.parameters()) for x in (agent.network, agent.target_network))
+    trained = [(network, [0.01, 0.004], (0.9, 0.999), 1e-4)]
+    if script is offdae_offpolicy:
+        trained.append((list(agent.cvae.parameters()), [args.cvae_learning_rate] * 2, (0.5, 0.9), 1e-8))
+    starts = [[p.detach().clone() for p in parameters] for parameters, *_ in trained]
+    moving, gradients_of = [p.clone() for p in average], [[], []]
+    for k in range(2):
+        agent.learning_rate.fill_([0.01, 0.004][k])
+        loss, _ = script.losses(args, agent, batch)
+        for i, (parameters, *_) in enumerate(trained):
+            gradients_of[i].append(torch.autograd.grad(loss, parameters, retain_graph=True))
+        script.update(args, agent, SimpleNamespace(sample=lambda: batch))
+        moving = [0.9 * old + 0.1 * new.detach() for old, new in zip(moving, network, strict=True)]
+    for (parameters, *settings), start, found in zip(trained, starts, gradients_of, strict=False):
+        for parameter, first, steps in zip(parameters, start, zip(*found, strict=True), strict=True):
+            torch.testing.assert_close(parameter.detach(), adam(first, steps, *settings), rtol=1e-6, atol=1e-9)
+    for parameter, expected in zip(average, moving, strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
