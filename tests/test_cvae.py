@@ -238,15 +238,15 @@ def health(directory, frames=2048):
     for name in ("network", "target_network", "cvae"):
         getattr(agent, name).load_state_dict(model[name])
     played = []
-    for step in range(100 + 10 * frames // args.num_envs):
-        transitions = games.step(script.act(agent.network, games, CPU))
-        if step >= 100 and step % 10 == 0:
-            played.append(transitions)
-    states, next_states = (
-        script.unpack(torch.from_numpy(np.concatenate([getattr(x, name) for x in played])), games.channels)
-        for name in ("states", "next_states")
+    for _ in range(100 + 4 * frames // args.num_envs):
+        played.append(games.step(script.act(agent.network, games, CPU)))
+    # in random order, for the games' hidden timers start together
+    chosen = np.random.default_rng(0).permutation(args.num_envs * (len(played) - 100))[:frames]
+    states, actions, next_states = (
+        torch.from_numpy(np.concatenate([getattr(x, name) for x in played[100:]])[chosen])
+        for name in ("states", "actions", "next_states")
     )
-    actions = torch.from_numpy(np.concatenate([x.actions for x in played]))
+    states, next_states = script.unpack(states, games.channels), script.unpack(next_states, games.channels)
     with torch.no_grad():
         agent.cvae.eval()
         h, log_p, log_q = agent.cvae(states, actions, next_states)
