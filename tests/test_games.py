@@ -5,6 +5,14 @@ import numpy as np
 import pytest
 import torch
 
+import offdae_dae
+
+
+@pytest.fixture
+def common():
+    return offdae_dae
+
+
 ALL_GAMES = ["asterix", "breakout", "freeway", "seaquest", "space_invaders"]
 
 

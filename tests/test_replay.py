@@ -90,7 +90,7 @@ def test_every_frame_of_many_batches(common, monkeypatch, n):
     segment_of = {key: (keys, terminal) for keys, terminal in expected for key in keys}
     F, K = args.batch_size, math.ceil(args.batch_size / n)
     cut_segments = 0
-    for _ in range(60):
+    for _ in range(30):
         batch = replay.sample()
         assert batch.states.shape == (F, 4, 10, 10) and batch.end_states.shape == (K, 4, 10, 10)
         frames, ends = decode(batch.states), decode(batch.end_states)
@@ -151,7 +151,7 @@ def test_no_segment_is_cut_short_by_the_time_limit(common, monkeypatch):
 
 def test_segments_are_drawn_uniformly(common, monkeypatch):
     _, _, replay, expected = play(common, monkeypatch, 8, steps=200, buffer_size=300, batch_size=16)
-    draws, counts = 4000, Counter()
+    draws, counts = 2500, Counter()
     for _ in range(draws):
         batch = replay.sample()
         frames = decode(batch.states)
