@@ -119,11 +119,11 @@ def test_evaluate_refuses_another_scripts_run(alone, run, capsys):
     assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
-def test_same_command_and_seed_same_run(script, run):
+def test_same_command_and_seed_same_run(common, run):
     """Identical curves (speed apart) and weights; another seed gives others."""
     runs = {}
     for name, seed in [("a", 1), ("b", 1), ("c", 2)]:
-        directory = run(script, *TINY[:-1], name, "--seed", seed) / "runs" / name
+        directory = run(common, *TINY[:-1], name, "--seed", seed) / "runs" / name
         rows = [{tag: value for tag, value in row.items() if tag != "charts/SPS"} for row in read_curve(directory)]
         model = torch.load(directory / "model.pt", weights_only=True)
         score = json.loads((directory / "eval.json").read_text()) | dict(seconds=0)
@@ -184,16 +184,16 @@ def test_bad_sizes_of_the_cvae_are_refused(run, tmp_path, capsys, flag):
     assert stop.value.code == 2 and error.count("\n") == 1 and flag.split()[0] in error and not list(tmp_path.iterdir())
 
 
-def test_the_updates_owed_are_made(script, run, monkeypatch):
+def test_the_updates_owed_are_made(common, run, monkeypatch):
     """16 frames a step and an update per 4: four in each step from 1000 frames on, each with its learning rate."""
     rates = []
 
     def update(args, agent, replay):
         rates.append(agent.learning_rate.item())
-        return torch.zeros(len(script.LOSSES))
+        return torch.zeros(len(common.LOSSES))
 
-    monkeypatch.setattr(script, "update", update)
-    run(script, *TINY, "--total-timesteps", 2000, "--steps-per-update", 4, "--eval-episodes", 1)
+    monkeypatch.setattr(common, "update", update)
+    run(common, *TINY, "--total-timesteps", 2000, "--steps-per-update", 4, "--eval-episodes", 1)
     steps = [frames for frames in range(1008, 2000, 16) for _ in range(4 if frames > 1008 else 2)]
     assert rates == pytest.approx([1e-3 * (1 - frames / 2000) for frames in steps], rel=1e-5)
 
