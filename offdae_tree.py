@@ -9,16 +9,21 @@ is right off-policy without knowing the behaviour policy, but the more the two d
 """
 
 import copy
-import csv
+import fcntl
 import hashlib
+import io
 import json
+import os
 import shlex
+import signal
+import socket
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import minatar
@@ -32,85 +37,63 @@ from tqdm import tqdm
 SCRIPT = Path(__file__).stem
 GAMES = ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
 LOG_POINTS = 500
+FAILED, REFUSED, LOCKED, INTERRUPTED = 1, 2, 3, 75  # exit statuses; interrupted: --resume goes on from the checkpoint
 
 
 # ------------------------------------------------------------------------------------------------------ arguments
 @dataclass
 class Args:
-    env_id: str = "asterix"
-    """the game: asterix, breakout, freeway, seaquest or space_invaders"""
-    n: int = 8
-    """backup length, the transitions of a stored segment (the paper: 8, 16 and 32)"""
-    seed: int = 1
-    """seed of the games, the networks and all sampling"""
-    small: bool = False
-    """CPU-size defaults: a smaller network, smaller batches, fewer frames"""
-    total_timesteps: int = 10_000_000
-    """frames of the run, all games together"""
-    num_envs: int = 128
-    """games played at once"""
-    max_episode_frames: int = 108_000
-    """time limit of an episode, a truncation and not a terminal state"""
-    buffer_size: int = 1_000_000
-    """frames kept in replay"""
-    batch_size: int = 1024
-    """frames in the batch of one update"""
-    learning_starts: int = 25_000
-    """frames played before the first update"""
-    steps_per_update: int = 32
-    """frames played per update"""
-    learning_rate: float = 2.5e-4
-    """learning rate at the start, annealed linearly to 0"""
-    gamma: float = 0.99
-    """discount factor"""
-    tau: float = 0.999
-    """weight of the past in the exponential moving average (EMA) of the network"""
-    kl_coef: float = 3.0
-    """weight of KL(policy || EMA policy) in the actor loss"""
-    channels: int = 128
-    """channels of both convolutions"""
-    hidden: int = 1024
-    """units of the hidden layer"""
-    eval_episodes: int = 100
-    """episodes of the evaluation at the end, one per game"""
-    cuda: bool = True
-    """use a GPU if there is one"""
-    torch_deterministic: bool = True
-    """ask cuDNN for deterministic algorithms"""
-    exp_name: str = SCRIPT
-    """name of the experiment"""
-    run_name: str = ""
-    """name of the run's directory in runs/; by default made of the game, the experiment, n, the seed and the time"""
-    evaluate: str = ""
-    """directory of a finished run: play its model again, print the score, change nothing"""
-    track: bool = False
-    """log to Weights & Biases too"""
-    wandb_project_name: str = "offdae"
-    """project there"""
-    wandb_entity: str | None = None
-    """entity (team) there"""
+    env_id: str = "asterix"  # the game: asterix, breakout, freeway, seaquest or space_invaders
+    n: int = 8  # backup length, the transitions of a stored segment (the paper: 8, 16 and 32)
+    seed: int = 1  # seed of the games, the networks and all sampling
+    small: bool = False  # CPU-size defaults: a smaller network, smaller batches, fewer frames
+    total_timesteps: int = 10_000_000  # frames of the run, all games together
+    num_envs: int = 128  # games played at once
+    max_episode_frames: int = 108_000  # time limit of an episode, a truncation and not a terminal state
+    buffer_size: int = 1_000_000  # frames kept in replay
+    batch_size: int = 1024  # frames in the batch of one update
+    learning_starts: int = 25_000  # frames played before the first update
+    steps_per_update: int = 32  # frames played per update
+    learning_rate: float = 2.5e-4  # learning rate at the start, annealed linearly to 0
+    gamma: float = 0.99  # discount factor
+    tau: float = 0.999  # weight of the past in the exponential moving average (EMA) of the network
+    kl_coef: float = 3.0  # weight of KL(policy || EMA policy) in the actor loss
+    channels: int = 128  # channels of both convolutions
+    hidden: int = 1024  # units of the hidden layer
+    eval_episodes: int = 100  # episodes of the evaluation at the end, one per game
+    cuda: bool = True  # use a GPU if there is one
+    torch_deterministic: bool = True  # ask cuDNN for deterministic algorithms
+    compile: bool = False  # compile the losses; on a GPU with CUDA graphs
+    exp_name: str = SCRIPT  # name of the experiment
+    run_name: str = ""  # name of the directory in runs/, by default of game, experiment, n, seed and time
+    resume: bool = False  # go on from the checkpoint of --run-name, if there is one; start if not
+    checkpoint_interval: float = 1800  # seconds between checkpoints, 0 for none
+    evaluate: str = ""  # directory of a finished run: play its model again, print the score, change nothing
+    track: bool = False  # log to Weights & Biases too
+    wandb_project_name: str = "offdae"  # project there
+    wandb_entity: str | None = None  # entity (team) there
 
 
 SMALL = dict(total_timesteps=600_000, batch_size=256, learning_starts=10_000, steps_per_update=64)
 SMALL |= dict(learning_rate=1e-3, tau=0.99, channels=16, hidden=128)
 
 
-def refuse(message):
+def stop(message, status=REFUSED):
     print(f"{SCRIPT}.py: {message}", file=sys.stderr)
-    sys.exit(2)
+    sys.exit(status)
 
 
 def parse_args():
     """Defaults are the paper's, those of `--small` or those of the run to `--evaluate`; a flag that is typed wins."""
     args, unknown = tyro.cli(Args, return_unknown_args=True)
     if unknown:
-        refuse(f"unknown argument {unknown[0]}: --help lists those there are")
+        stop(f"unknown argument {unknown[0]}: --help lists those there are")
     if args.evaluate:
-        saved = Args(**load_model(args.evaluate)["args"])
+        saved = Args(**load(Path(args.evaluate) / "model.pt")["args"])
         args = tyro.cli(Args, default=saved)
         free = ("evaluate", "seed", "eval_episodes", "max_episode_frames", "cuda")
         if args != replace(saved, **{name: getattr(args, name) for name in free}):
-            refuse("--evaluate goes only with --seed, --eval-episodes, --max-episode-frames and --no-cuda")
+            stop("--evaluate goes only with --seed, --eval-episodes, --max-episode-frames and --no-cuda")
     elif args.small:
         args = tyro.cli(Args, default=Args(**SMALL))
     return args
@@ -118,23 +101,25 @@ def parse_args():
 
 def check_args(args):
     """Refuse what cannot run, before anything is written."""
+    if args.resume and not args.run_name:
+        stop("--resume: needs the --run-name of the run to go on with")
     if args.env_id not in GAMES:
-        refuse(f"--env-id {args.env_id}: no such game, choose from {', '.join(GAMES)}")
+        stop(f"--env-id {args.env_id}: no such game, choose from {', '.join(GAMES)}")
     for field in fields(args):
         flag, value = "--" + field.name.replace("_", "-"), getattr(args, field.name)
         if field.name in ("gamma", "tau") and not 0 <= value < 1:
-            refuse(f"{flag} {value}: must be at least 0 and less than 1")
-        if field.name.endswith(("seed", "learning_starts", "coef")) and not 0 <= value < float("inf"):
-            refuse(f"{flag} {value}: must be at least 0 and finite")
+            stop(f"{flag} {value}: must be at least 0 and less than 1")
+        if field.name.endswith(("seed", "starts", "coef", "interval")) and not 0 <= value < float("inf"):
+            stop(f"{flag} {value}: must be at least 0 and finite")
         elif field.type is int and value < 1 and field.name not in ("seed", "learning_starts"):
-            refuse(f"{flag} {value}: must be at least 1")
+            stop(f"{flag} {value}: must be at least 1")
         elif field.name.endswith("learning_rate") and not 0 < value < float("inf"):
-            refuse(f"{flag} {value}: must be positive and finite")
+            stop(f"{flag} {value}: must be positive and finite")
     if args.n > min(args.batch_size, args.max_episode_frames):
-        refuse(f"--n {args.n}: must be at most batch-size {args.batch_size} and max-episode-frames")
+        stop(f"--n {args.n}: must be at most batch-size {args.batch_size} and max-episode-frames")
     least = args.batch_size + args.num_envs * args.n
     if args.buffer_size < least:
-        refuse(f"--buffer-size {args.buffer_size}: must be at least batch-size + num-envs * n = {least}")
+        stop(f"--buffer-size {args.buffer_size}: must be at least batch-size + num-envs * n = {least}")
 
 
 # --------------------------------------------------------------------------------------------------- environments
@@ -390,7 +375,7 @@ def losses(args, agent, batch):
     return loss, torch.stack(logged).detach()
 
 
-def update(args, agent, replay):
+def update(args, agent, replay, losses=losses):
     """One step of Alg. `actorcritic`. Nothing here waits for the device."""
     loss, logged = losses(args, agent, replay.sample())
     agent.optimizer.zero_grad()
@@ -407,22 +392,23 @@ def act(network, games, device, generator=None):
     """Sample an action for each game from the policy. [N]"""
     states = torch.from_numpy(games.states).to(device, non_blocking=True)
     policy = network(unpack(states, games.channels)).log_policy.exp()
+    policy = policy.nan_to_num(1.0)  # so that it is `check_finite` that stops the run, and says why
     return torch.multinomial(policy, 1, generator=generator).squeeze(1).cpu().numpy()
 
 
 class Progress:
     """A bar with the time left, or plain lines if the output is not a terminal."""
 
-    def __init__(self, total, unit):
-        self.bar = tqdm(total=total, unit=" " + unit, unit_scale=True, disable=None, dynamic_ncols=True)
-        self.total, self.unit, self.done, self.start, self.last = total, unit, 0, time.time(), time.time()
+    def __init__(self, total, unit, done=0):
+        self.bar = tqdm(total=total, initial=done, unit=" " + unit, unit_scale=True, disable=None, dynamic_ncols=True)
+        self.total, self.unit, self.first, self.start, self.last = total, unit, done, time.time(), time.time()
 
     def update(self, done, note):
         self.bar.set_postfix_str(note, refresh=False)
-        self.bar.update(done - self.done)
-        self.done, now = done, time.time()
+        self.bar.update(done - self.bar.n)
+        now = time.time()
         if self.bar.disable and (now - self.last > 10 or done == self.total):
-            self.last, minutes = now, (now - self.start) / 60 * (self.total - done) / max(1, done)
+            self.last, minutes = now, (now - self.start) / 60 * (self.total - done) / max(1, done - self.first)
             print(f"{done:,} of {self.total:,} {self.unit}, {note}, about {minutes:.1f} minutes left", flush=True)
 
 
@@ -452,40 +438,151 @@ def evaluate(args, network, device):
 
 
 # ---------------------------------------------------------------------------------------------------------- files
-def load_model(run):
-    path = Path(run) / "model.pt"
+def write_whole(path, content):
+    """A kill at any instant leaves the old file or the new one, whole; an error leaves the old one."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save(path, contents):
+    """A file for `torch.load`, with a checksum behind."""
+    buffer = io.BytesIO()
+    torch.save(contents, buffer)
+    buffer.write(hashlib.sha256(buffer.getbuffer()).digest())
+    write_whole(path, buffer.getbuffer())
+
+
+def load(path):
+    """What `save` wrote, whole and by this script. Loading never runs code from the file."""
     if not path.is_file():
-        refuse(f"--evaluate {run}: no model.pt there, name the directory of a finished run")
-    model = torch.load(path, map_location="cpu", weights_only=True)
-    if model["script"] != SCRIPT:
-        refuse(f"--evaluate {run}: a run of {model['script']}.py, which can evaluate it")
-    return model
+        stop(f"{path}: no such file, name the directory of a finished run")
+    content = memoryview(path.read_bytes())
+    if hashlib.sha256(content[:-32]).digest() != content[-32:]:
+        stop(f"{path}: truncated, damaged or not of this project; it was left alone, restore it or move it away")
+    contents = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    if contents["script"] != SCRIPT:
+        stop(f"{path}: of a run of {contents['script']}.py, use that script")
+    return contents
 
 
 def save_model(directory, args, agent):
-    networks = dict(network=agent.network.state_dict(), target_network=agent.target_network.state_dict())
-    torch.save(dict(script=SCRIPT, args=asdict(args)) | networks, directory / "model.pt")
+    networks = {name: part.state_dict() for name, part in vars(agent).items() if isinstance(part, nn.Module)}
+    save(directory / "model.pt", dict(script=SCRIPT, args=asdict(args)) | networks)
 
 
 def save_args(directory, args, device):
     """The arguments, and whatever else it takes to repeat the run."""
     here = Path(__file__).resolve()
     git = subprocess.run("git rev-parse --verify HEAD", shell=True, cwd=here.parent, capture_output=True, text=True)
-    origin = dict(command=shlex.join(["python", *sys.argv]), script=SCRIPT)
+    origin = dict(args=asdict(args), command=shlex.join(["python", *sys.argv]), script=SCRIPT)
     origin |= dict(sha256=hashlib.sha256(here.read_bytes()).hexdigest(), git_commit=git.stdout.strip() or None)
     versions = dict(python=sys.version.split()[0]) | {name: version(name) for name in ("torch", "minatar", "numpy")}
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
     origin |= dict(versions=versions, device=device_name)
-    (directory / "args.json").write_text(json.dumps(dict(args=asdict(args)) | origin, indent=2) + "\n")
+    write_whole(directory / "args.json", (json.dumps(origin, indent=2) + "\n").encode())
 
 
-def save_curve(directory, rows):
-    with open(directory / "curve.csv", "w", newline="") as file:
-        charts = "episodic_return", "episodic_length", "episodes", "reward_per_frame", "SPS", "learning_rate"
-        tags = [f"charts/{name}" for name in charts] + [f"losses/{name}" for name in LOSSES]
-        writer = csv.DictWriter(file, ["frames", *tags])
-        writer.writeheader()
-        writer.writerows(rows)
+def save_curve(directory, writer, rows, new_rows):
+    charts = "episodic_return", "episodic_length", "episodes", "reward_per_frame", "SPS", "learning_rate"
+    tags = [*(f"charts/{name}" for name in charts), *(f"losses/{name}" for name in LOSSES)]
+    lines = [",".join(str(row.get(tag, "")) for tag in ["frames", *tags]) for row in rows]
+    try:
+        write_whole(directory / "curve.csv", "\n".join([",".join(["frames", *tags]), *lines, ""]).encode())
+        for row, tag in ((row, tag) for row in new_rows for tag in tags if tag in row):
+            writer.add_scalar(tag, row[tag], row["frames"])
+    except OSError as error:
+        tqdm.write(f"warning: curve not written, it will be with --resume: {error}")
+
+
+# ----------------------------------------------------------------------------------------------------- checkpoint
+def plain(x):
+    """The state of x in numbers, strings, lists, dicts and tensors, which load without running code."""
+    if isinstance(x, (np.random.RandomState, torch.Generator)):
+        x = x.get_state()
+    elif hasattr(x, "state_dict"):
+        x = x.state_dict()
+    elif hasattr(x, "__dict__") and not isinstance(x, torch.Tensor):
+        x = {name: value for name, value in vars(x).items() if name not in ("args", "device")}
+    if isinstance(x, dict):
+        return {name: plain(value) for name, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [plain(value) for value in x]
+    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x.item() if isinstance(x, np.generic) else x
+
+
+def restore(x, saved):
+    """The inverse of `plain`. Objects and tensors change in place: what shares a generator goes on sharing it."""
+    if isinstance(x, (np.random.RandomState, torch.Generator)):
+        x.set_state(saved)
+    elif hasattr(x, "load_state_dict"):
+        x.load_state_dict(saved)
+    elif isinstance(x, torch.Tensor):
+        x.copy_(saved)
+    elif hasattr(x, "__dict__"):
+        vars(x).update({name: restore(vars(x)[name], value) for name, value in saved.items()})
+    elif isinstance(x, dict):
+        return {name: restore(x[name], value) for name, value in saved.items()}
+    elif isinstance(x, list):
+        return [restore(old, new) for old, new in zip(x, saved, strict=False)] + saved[len(x) :]
+    else:
+        return saved.numpy() if isinstance(saved, torch.Tensor) else saved
+    return x
+
+
+def check_finite(directory, agent, log):
+    """Stop if a loss since the last point of the curve, or a weight, is not finite."""
+    values = {f"losses/{name}": loss for name, loss in zip(LOSSES, log.losses, strict=True)}
+    for part in [part for part in vars(agent) if isinstance(getattr(agent, part), nn.Module)]:
+        values |= {f"{part}.{name}": weights for name, weights in getattr(agent, part).state_dict().items()}
+    bad = [name for name, value in values.items() if not value.isfinite().all()]
+    if bad:
+        last = directory / "checkpoint.pt" if (directory / "checkpoint.pt").exists() else "none"
+        stop(f"{directory}: {bad[0]} is not finite at frame {log.frames:,}; last good checkpoint: {last}", FAILED)
+
+
+def save_checkpoint(directory, state):
+    """Only of a healthy run. A full disk is no reason to stop it."""
+    check_finite(directory, state["agent"], state["log"])
+    try:
+        save(directory / "checkpoint.pt", plain(state))
+    except OSError as error:
+        tqdm.write(f"warning: no checkpoint at frame {state['log'].frames:,}: {error}")
+
+
+def check_same_run(path, args, origin):
+    """Refuse to go on with other arguments or another version of the script: it would not be the same run."""
+    free = ("run_name", "resume", "checkpoint_interval", "cuda", "track", "wandb_project_name", "wandb_entity")
+    for name, value in asdict(args).items():
+        if name not in free and origin["args"].get(name) != value:
+            stop(f"{path}: of a run with {name} {origin['args'].get(name)}, not {value}")
+    if origin["sha256"] != hashlib.sha256(Path(__file__).read_bytes()).hexdigest():
+        stop(f"{path}: of another version of {SCRIPT}.py (git commit {origin['git_commit']}), go on with that one")
+
+
+def lock(directory):
+    """One writer per run. The kernel frees the lock when the process ends, however it ends."""
+    file = open(directory / "lock", "a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        stop(f"{directory} is being written by {file.read()}", LOCKED)
+    file.truncate(0)
+    holder = f"host {socket.gethostname()}, pid {os.getpid()}, job {os.environ.get('SLURM_JOB_ID', 'none')}"
+    print(holder, end="", file=file, flush=True)
+    return file
+
+
+def on_signals(handler):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, handler)
 
 
 # ----------------------------------------------------------------------------------------------------------- main
@@ -515,78 +612,127 @@ def main():
     check_args(args)
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
     torch.backends.cudnn.deterministic = args.torch_deterministic
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
     torch_seed, _, game_seeds = spawn_seeds(args)
     if args.evaluate:
         agent = Agent(args, Games(args, game_seeds[:1]), device)
-        agent.network.load_state_dict(load_model(args.evaluate)["network"])
+        agent.network.load_state_dict(load(Path(args.evaluate) / "model.pt")["network"])
         result = evaluate(args, agent.network, device)
         print(f"{args.evaluate}: return {result['mean']:.2f} ± {result['stderr']:.2f}, {args.eval_episodes} episodes")
         return
 
     run_name = args.run_name or f"{args.env_id}__{args.exp_name}__n{args.n}__{args.seed}__{int(time.time())}"
     directory = Path("runs") / run_name
-    if directory.exists():
-        refuse(f"{directory} exists: choose another --run-name")
+    if directory.exists() and not args.resume:
+        stop(f"{directory} exists: choose another --run-name, or go on with this one by --resume")
     if args.track:
         try:
             import wandb
         except ImportError:
-            refuse("--track needs Weights & Biases: pip install wandb")
-        account = dict(project=args.wandb_project_name, entity=args.wandb_entity)
-        wandb.init(**account, name=run_name, config=asdict(args), sync_tensorboard=True)
-    if device.type == "cpu" and not args.small:
+            stop("--track needs Weights & Biases: pip install wandb")
+
+    def interrupted(*_):
+        if not args.checkpoint_interval:
+            stop(f"{directory}: interrupted, without a checkpoint (--checkpoint-interval 0)", FAILED)
+        stop(f"{directory}: interrupted, --run-name {run_name} --resume goes on", INTERRUPTED)
+
+    on_signals(interrupted)
+    directory.mkdir(parents=True, exist_ok=args.resume)
+    lock_file = lock(directory)
+    if not (directory / "args.json").exists():
+        save_args(directory, args, device)
+    origin = json.loads((directory / "args.json").read_text())
+    check_same_run(directory, args, origin)
+    checkpoint = directory / "checkpoint.pt"
+    if (directory / "eval.json").exists():
+        checkpoint.unlink(missing_ok=True)
+        os.unlink(lock_file.name)
+        print(f"{directory} is finished: return {json.loads((directory / 'eval.json').read_text())['mean']:.2f}")
+        return
+    if args.track:
+        same_run = dict(name=directory.name, id=directory.name, resume="allow", config=asdict(args))
+        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, **same_run, sync_tensorboard=True)
+    if device.type == "cpu" and not args.small and not checkpoint.exists():
         hours = estimate_hours(args, device)
         print(f"No GPU: this run would take about {hours:,.1f} hours here. With --small it takes minutes.", flush=True)
 
     torch.manual_seed(torch_seed)
     games = Games(args, game_seeds)
     replay, agent = Replay(args, games.channels, device), Agent(args, games, device)
-    directory.mkdir(parents=True)
-    save_args(directory, args, device)
-    writer, progress = SummaryWriter(directory), Progress(args.total_timesteps, "frames")
-    rows, note = [], "no episode ended"
-    updates, logged, rewards, last_frames, last_time = 0, 0.0, 0.0, 0, time.time()
+    log = SimpleNamespace(frames=0, last_frames=0, seconds=0.0, rewards=0.0, updates=0, rows=[])
+    log.losses = torch.zeros(len(LOSSES), device=device)
+    random = [torch.default_generator, *torch.cuda.default_generators]
+    mode = "reduce-overhead" if device.type == "cuda" else None
+    loss_function = torch.compile(losses, fullgraph=True, mode=mode) if args.compile else losses
+    state = origin | dict(agent=agent, replay=replay, games=games, log=log, random=random)
+    if checkpoint.exists():
+        saved = load(checkpoint)
+        check_same_run(checkpoint, args, saved)
+        restore(state, saved)
+        agent.optimizer.param_groups[0]["lr"] = agent.learning_rate  # loading put a copy there
+        print(f"{directory}: going on from frame {log.frames:,}", flush=True)
+    for events in directory.glob("events.out.tfevents.*"):
+        events.unlink()
+    writer, progress = SummaryWriter(directory), Progress(args.total_timesteps, "frames", log.frames)
+    save_curve(directory, writer, log.rows, log.rows)
+    note, caught, last_time, last_checkpoint = "no episode ended", [], time.time() - log.seconds, time.time()
+    on_signals(lambda number, _: caught.append(number))
 
-    for frames in range(args.num_envs, args.total_timesteps + args.num_envs, args.num_envs):
+    for frames in range(log.frames + args.num_envs, args.total_timesteps + args.num_envs, args.num_envs):
         # ALGO LOGIC: choose actions
         actions = act(agent.network, games, device)
 
         # ALGO LOGIC: the updates owed, on data up to the previous step; a GPU runs them while the games are stepped
-        before = frames - args.num_envs
-        agent.learning_rate.fill_(args.learning_rate * (1 - before / args.total_timesteps))
-        for _ in range(updates_due(args, before) - updates_due(args, before - args.num_envs) if replay.frames else 0):
-            logged = logged + update(args, agent, replay)
-            updates += 1
+        agent.learning_rate.fill_(args.learning_rate * (1 - log.frames / args.total_timesteps))
+        owed = updates_due(args, log.frames) - updates_due(args, log.frames - args.num_envs)
+        for _ in range(owed if replay.frames else 0):
+            log.losses += update(args, agent, replay, loss_function)
+            log.updates += 1
 
         # ALGO LOGIC: step the games, store what happened
         transitions = games.step(actions)
         replay.add(transitions)
-        rewards += transitions.rewards.sum()
+        log.rewards += transitions.rewards.sum()
+        log.frames = frames
 
-        if LOG_POINTS * frames // args.total_timesteps > LOG_POINTS * last_frames // args.total_timesteps:
-            speed = (frames - last_frames) / (time.time() - last_time)
-            row = {"charts/episodes": len(games.finished), "charts/reward_per_frame": rewards / (frames - last_frames)}
+        if LOG_POINTS * frames // args.total_timesteps > LOG_POINTS * log.last_frames // args.total_timesteps:
+            check_finite(directory, agent, log)
+            since = frames - log.last_frames
+            speed = since / (time.time() - last_time)
+            row = {"charts/episodes": len(games.finished), "charts/reward_per_frame": log.rewards / since}
             row |= {"charts/SPS": round(speed, 1), "charts/learning_rate": agent.learning_rate.item()}
             if games.finished:
                 returns, lengths, _ = np.mean(games.finished, axis=0)
                 row |= {"charts/episodic_return": returns, "charts/episodic_length": lengths}
                 note = f"return {returns:.2f}"
-            if updates:
-                row |= zip([f"losses/{name}" for name in LOSSES], (logged / updates).tolist(), strict=True)
-            for tag, value in row.items():
-                writer.add_scalar(tag, value, frames)
-            rows.append(dict(frames=frames) | row)
-            save_curve(directory, rows)
+            if log.updates:
+                row |= zip([f"losses/{name}" for name in LOSSES], (log.losses / log.updates).tolist(), strict=True)
+            log.rows.append(dict(frames=frames) | row)
+            save_curve(directory, writer, log.rows, log.rows[-1:])
             progress.update(min(frames, args.total_timesteps), f"{speed:,.0f} frames/s, {note}")
             games.finished.clear()
-            updates, logged, rewards, last_frames, last_time = 0, 0.0, 0.0, frames, time.time()
+            log.losses.zero_()
+            log.updates, log.rewards, log.last_frames, last_time = 0, 0.0, frames, time.time()
+
+        due = caught or frames >= args.total_timesteps or time.time() - last_checkpoint > args.checkpoint_interval
+        if due and args.checkpoint_interval:
+            log.seconds = time.time() - last_time
+            save_checkpoint(directory, state)
+            last_checkpoint = time.time()
+        if caught:
+            progress.bar.close()
+            writer.close()
+            interrupted()
 
     progress.bar.close()
     writer.close()
+    on_signals(interrupted)
     save_model(directory, args, agent)
     result = evaluate(args, agent.network, device)
-    (directory / "eval.json").write_text(json.dumps(result, indent=2) + "\n")
+    write_whole(directory / "eval.json", (json.dumps(result, indent=2) + "\n").encode())
     print(f"{directory}: return {result['mean']:.2f} ± {result['stderr']:.2f}, {args.eval_episodes} episodes")
+    checkpoint.unlink(missing_ok=True)
+    os.unlink(lock_file.name)
 
 
 if __name__ == "__main__":

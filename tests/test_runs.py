@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import offdae_dae
 import offdae_offpolicy
 
-TINY = "--small --total-timesteps 6000 --num-envs 16 --learning-starts 1000 --batch-size 64 --eval-episodes 5"
+TINY = "--small --total-timesteps 6000 --num-envs 16 --learning-starts 1000 --batch-size 64 --eval-episodes 5 --buffer-size 6000"
 TINY = [*TINY.split(), "--max-episode-frames", "300", "--run-name", "tiny"]
 
 
@@ -158,7 +158,7 @@ BAD = [
     ("--learning-starts -1", "--learning-starts -1: must be at least 0"),
     ("--seed -1", "--seed -1: must be at least 0"),
     ("--buffer-size 2047", "batch-size + num-envs * n = 2048"),
-    ("--evaluate nowhere", "no model.pt there"),
+    ("--evaluate nowhere", "nowhere/model.pt: no such file"),
     ("--run-name there --small", "runs/there exists"),
 ]
 
@@ -188,7 +188,7 @@ def test_the_updates_owed_are_made(common, run, monkeypatch):
     """16 frames a step and an update per 4: four in each step from 1000 frames on, each with its learning rate."""
     rates = []
 
-    def update(args, agent, replay):
+    def update(args, agent, replay, losses):
         rates.append(agent.learning_rate.item())
         return torch.zeros(len(common.LOSSES))
 
@@ -209,7 +209,7 @@ def test_track_starts_weights_and_biases(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **arguments: called.update(arguments)))
     run(offdae_dae, *TINY, "--total-timesteps", 64, "--track", "--wandb-entity", "us", "--wandb-project-name", "ours")
     assert called.pop("config")["total_timesteps"] == 64
-    assert called == dict(project="ours", entity="us", name="tiny", sync_tensorboard=True)
+    assert called == dict(project="ours", entity="us", name="tiny", id="tiny", resume="allow", sync_tensorboard=True)
 
 
 def test_track_without_wandb_is_one_line(run, tmp_path, capsys, monkeypatch):

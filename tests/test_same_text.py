@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, SCRIPTS
 
 OWN_ARGS = {"offdae_dae": ["target_network"], "offdae_offpolicy": ["target_network"]}
-LINES = {"offdae_offpolicy": 700}
+LINES = {"offdae_offpolicy": 840}
 
 
 def source(name):
@@ -25,7 +25,7 @@ def common_text(name):
     text = without(source(name), r'\A""".*?"""\n')
     text = without(text, r"^def critic_loss\(.*?(?=^\S)")
     for argument in OWN_ARGS.get(name, []):
-        text = without(text, rf'^    {argument}: [^\n]*\n    """[^\n]*"""\n')
+        text = without(text, rf"^    {argument}: [^\n]*\n")
     return text
 
 
@@ -46,6 +46,6 @@ def test_off_policy_dae_only_adds_to_dae():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_each_script_is_short_and_imports_nothing_of_ours(name):
     text = source(name)
-    assert len(text.splitlines()) <= LINES.get(name, 620)
+    assert len(text.splitlines()) <= LINES.get(name, 740)
     assert not re.search(r"^\s*(import|from) (offdae|tabular|tests)", text, re.M)
     assert f"python {name}.py" in text.split('"""')[1]
