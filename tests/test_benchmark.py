@@ -45,6 +45,7 @@ def checkout(tmp_path):
 @pytest.fixture
 def benchmark(checkout, tmp_path):
     """Start benchmark.sh from another directory with these variables and flags."""
+    processes = []
 
     def start(*flags, path="", **variables):
         ours = [*VARIABLES, "CUDA_VISIBLE_DEVICES"]
@@ -53,7 +54,8 @@ def benchmark(checkout, tmp_path):
         environment |= dict(PATH=search, OMP_NUM_THREADS="1") | variables
         command = ["bash", str(checkout / "benchmark.sh"), *flags]
         out = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        return subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **out)
+        processes.append(subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **out))
+        return processes[-1]
 
     def run(*flags, **variables):
         process = start(*flags, **variables)
@@ -61,7 +63,11 @@ def benchmark(checkout, tmp_path):
         return process.returncode, out, err
 
     run.start = start
-    return run
+    yield run
+    for process in processes:  # those of a test that failed
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=60)
 
 
 @pytest.fixture
@@ -178,35 +184,36 @@ def test_small_grid_and_what_wins_over_it(benchmark, stand_in):
 
 # ------------------------------------------------------------------------------------------------------- this machine
 def test_interrupted_continued_failed_finished(benchmark, checkout, stand_in):
-    """Ctrl-C while two of three runs are under way; then again, where the third fails; then nothing is left to do."""
-    runs, grid = checkout / "runs", dict(METHODS="dae", ENVS="asterix", NS="8", SEEDS="1 2 3", WORKERS="2")
-    grid |= dict(ARGS=TINY + "12000", SETUP="export SET_UP=$NOT_SET; cd .")
-    (runs / f"{DAE}3").mkdir(parents=True)
-    (runs / f"{DAE}3" / "args.json").write_text("not what json looks like")
-    process = benchmark.start(**grid)
+    """Ctrl-C while one of two runs is under way; then both at once, where one fails; then nothing is left to do."""
+    runs, grid = checkout / "runs", dict(METHODS="dae", ENVS="asterix", NS="8", SEEDS="1 2", ARGS=TINY + "6000")
+    grid |= dict(SETUP="export SET_UP=$NOT_SET; cd .")
+    (runs / f"{DAE}2").mkdir(parents=True)
+    (runs / f"{DAE}2" / "args.json").write_text("not what json looks like")
+    logs = {seed: runs / ".benchmark" / "logs" / f"{DAE}{seed}.log" for seed in (1, 2)}
+    process = benchmark.start(**grid, WORKERS="1")
     try:
-        for seed in (1, 2):
-            wait_until((runs / f"{DAE}{seed}" / "checkpoint.pt").exists, 120, f"run {seed} has a checkpoint")
+        wait_until((runs / f"{DAE}1" / "checkpoint.pt").exists, 120, "there is a checkpoint")
     finally:
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 75 and not err, err
-    assert "0 of 3 finished, 2 running, 0 failed, about 0:00 hours left" in out
-    assert "interrupted, 2 runs with a checkpoint: the same command continues where they are" in out
-    logs = {seed: runs / ".benchmark" / "logs" / f"{DAE}{seed}.log" for seed in (1, 2, 3)}
-    assert logs[1].read_text().splitlines()[-1].startswith("== interrupted (status 75") and not logs[3].exists()
+    assert "0 of 2 finished, 1 running, 0 failed, about 0:00 hours left" in out
+    assert "interrupted, 1 runs with a checkpoint: the same command continues where they are" in out
+    assert logs[1].read_text().splitlines()[-1].startswith("== interrupted (status 75") and not logs[2].exists()
 
-    status, out, err = benchmark(**grid)
+    status, out, err = benchmark(**grid, WORKERS="2")
     assert status == 1 and not err, err
-    assert "3 runs: 3 to do, 2 of them to resume" in out and "2 of 3 finished, 0 running, 1 failed" in out
-    assert f"{DAE}3 failed, see {logs[3]}" in out and "JSONDecodeError" in out.splitlines()[-1]
-    assert "going on from frame" in logs[1].read_text() and (runs / f"{DAE}2" / "eval.json").exists()
+    assert "2 runs: 2 to do, 1 of them to resume" in out and "0 of 2 finished, 2 running, 0 failed" in out
+    assert "1 of 2 finished, 0 running, 1 failed" in out
+    assert f"{DAE}2 failed, see {logs[2]}" in out
+    assert "JSONDecodeError" in out.splitlines()[-2] and "== failed (status 1 after" in out.splitlines()[-1]
+    assert "going on from frame" in logs[1].read_text() and (runs / f"{DAE}1" / "eval.json").exists()
 
     before = contents(checkout)
-    status, out, err = benchmark(**grid | dict(SEEDS="2 1"))
-    assert status == 0 and not err and "2 runs: 0 to do, 0 of them to resume from a checkpoint; 2 finished" in out
-    grid["path"] = stand_in(python="echo 0")  # from here on nothing is to be trained
-    status, out, err = benchmark("--dry-run", **grid | dict(METHODS="dae dae", GPUS="0"))
+    grid |= dict(WORKERS="2", path=stand_in(python="echo 0"))  # from here on nothing is to be trained
+    status, out, err = benchmark(**grid | dict(SEEDS="1 1"))
+    assert status == 0 and not err and "1 runs: 0 to do, 0 of them to resume from a checkpoint; 1 finished" in out
+    status, out, err = benchmark("--dry-run", **grid)
     assert status == 0 and "1 failed before and are tried again" in err and "JSONDecodeError" in err
     assert contents(checkout) == before and len(out.splitlines()) == 3 and "cd ." in out
 
@@ -214,13 +221,13 @@ def test_interrupted_continued_failed_finished(benchmark, checkout, stand_in):
     kept.mkdir(parents=True)
     for name in ("args.json", "eval.json"):
         shutil.copy(runs / f"{DAE}1" / name, kept)
-    shutil.rmtree(runs / f"{DAE}1")
-    status, out, _ = benchmark(**grid | dict(SEEDS="1 2"))
+    (runs / f"{DAE}1").rename(runs / f"{DAE}3")
+    status, out, _ = benchmark(**grid | dict(SEEDS="1 3"))
     assert status == 0 and "0 to do" in out and f"finished, skipped: results/cpu study/runs/{DAE}1" in out
     status, out, err = benchmark("--dry-run", **grid | dict(SEEDS="1", ARGS=TINY + "13000"))
     assert status == 0 and f"of another size, not counted as finished: results/cpu study/runs/{DAE}1" in err
     assert len(out.splitlines()) == 3
-    status, _, err = benchmark(**grid | dict(SEEDS="2", ARGS=TINY + "13000"))
+    status, _, err = benchmark(**grid | dict(SEEDS="3", ARGS=TINY + "13000"))
     assert status == 2 and "set RUNS to another directory" in err
 
 
@@ -315,6 +322,46 @@ def test_a_cluster_that_refuses_or_does_not_answer(benchmark, checkout, stand_in
     assert status == 1 and "set WORKERS" in err
 
 
+TASK = """
+[ "$1" = -c ] && { echo 2; exit; }
+while [ "$1" != --seed ]; do shift; done
+echo "GPU $CUDA_VISIBLE_DEVICES, $OMP_NUM_THREADS threads, $VENV"
+[ "$2" = 4 ] && { echo no luck; exit 1; }
+trap 'exit 75' TERM
+touch "started $2"
+i=0
+while [ $i -lt ${LENGTH:-50} ]; do sleep 0.1; i=$((i + 1)); done
+"""
+
+
+@pytest.mark.parametrize("number, status", [(None, 1), (signal.SIGTERM, 75), (signal.SIGUSR1, 1)])
+def test_a_task_of_four_runs_is_not_requeued_by_mistake(number, status, checkout, stand_in, tmp_path):
+    """One run fails at once. SIGTERM is Slurm's or the user's business; a time limit without time to train is an error."""
+    array = checkout / "runs" / ".benchmark" / "offdae-1"
+    logs = array.parent / "logs"
+    array.mkdir(parents=True)
+    logs.mkdir()
+    lines = [f"{seed // 5}\trun{seed}\tpython x.py --seed {seed}\n" for seed in range(1, 6)]
+    (array / "tasks").write_text("".join(lines))
+    path = stand_in(python=TASK, scontrol=f"touch '{tmp_path}/requeued'")
+    slurm = dict(SLURM_ARRAY_TASK_ID="0", SLURM_ARRAY_JOB_ID="1", SLURM_JOB_ID="2", SLURM_CPUS_PER_TASK="9")
+    environment = os.environ | slurm | dict(PATH=f"{path}{os.pathsep}{os.environ['PATH']}", CUDA_VISIBLE_DEVICES="4,6")
+    environment |= dict(LENGTH="50" if number else "5")
+    command = ["bash", checkout / "benchmark.sh", "--task", checkout, array, "2", "VENV=on; export VENV; cd /"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if number:
+        wait_until(lambda: len(list(checkout.glob("started *"))) == 3, 30, "three runs train")
+        process.send_signal(number)
+    out = process.communicate(timeout=30)[0]
+    assert process.returncode == status and not (tmp_path / "requeued").exists(), out
+    assert "run4 failed, see " in out and "    no luck\n" in out and "run5" not in out
+    assert ("the time limit leaves only" in out) == (number == signal.SIGUSR1)
+    for seed, device in zip((1, 2, 3, 4), (4, 6, 4, 6), strict=True):
+        text = (logs / f"run{seed}.log").read_text()
+        assert f"GPU {device}, 2 threads, on\n" in text
+        assert f"== {'failed' if seed == 4 else 'interrupted' if number else 'finished'} (status" in text
+
+
 def free_port():
     with socket.socket() as file:
         file.bind(("127.0.0.1", 0))
@@ -394,7 +441,7 @@ PartitionName=main Nodes={host} Default=YES State=UP
 @pytest.mark.slow
 def test_slurm_runs_that_are_requeued_killed_or_out_of_time_end_as_if_left_alone(slurm, benchmark, checkout, tmp_path):
     runs = checkout / "runs"
-    grid = dict(METHODS="dae", ENVS="asterix", NS="8", ARGS=TINY + "20000", GPUS="0")
+    grid = dict(METHODS="dae", ENVS="asterix", NS="8", ARGS=TINY + "12000", GPUS="0")
     all_seeds = dict(SEEDS="1 2 3 4 5 6")
 
     def writer(seed):
@@ -428,10 +475,10 @@ def test_slurm_runs_that_are_requeued_killed_or_out_of_time_end_as_if_left_alone
 
     # Longer than its time limit: it stands still until it is told to stop.
     slow = catch(6)
-    catch(1)
+    requeued = catch(1)
+    os.kill(catch(2), signal.SIGKILL)
     slurm("scontrol", "requeue", f"{arrays[0][0]}_0")
-    catch(2)
-    os.kill(writer(2), signal.SIGKILL)
+    os.kill(requeued, signal.SIGCONT)
     alone = benchmark.start(**grid | all_seeds, RUNS="left alone", WORKERS="1")
 
     def told_to_stop():
@@ -449,7 +496,7 @@ def test_slurm_runs_that_are_requeued_killed_or_out_of_time_end_as_if_left_alone
     out = submit(SEEDS="7", GPUS="1")
     out = submit(**all_seeds)
     assert "6 runs: 1 to do, 1 of them to resume from a checkpoint; 5 finished" in out
-    assert "1 failed before and are tried again" in out and f"{DAE}2 failed, see " in out and "frames/s" in out
+    assert "1 failed before and are tried again" in out and f"{DAE}2 failed, see " in out and "killed" in out
     wait_until(lambda: not slurm("squeue", "-h"), 120, "the queue is empty")
     assert "0 to do" in (out := submit(**all_seeds)) and "6 finished" in out
 
