@@ -278,6 +278,26 @@ def test_workers_are_spread_over_the_gpus(visible, devices, benchmark, checkout,
     assert seen == [[device, "1"] for device in devices]
 
 
+def test_ctrl_c_at_any_moment_reaches_each_run_once(benchmark, stand_in, tmp_path):
+    """The terminal signals every process of its group: runs of our own that know how often they were told to stop."""
+    text = """[ "$1" = -B ] && { echo 0; exit; }
+    trap 'echo told; sleep 0.5; told=$((told + 1)); exit $((74 + told))' INT TERM
+    touch "$TMP/started $PPID"
+    while :; do sleep 0.05; done"""
+    grid = dict(METHODS="dae", ENVS="asterix", NS="8", SEEDS="1 2", WORKERS="2", TMP=str(tmp_path))
+    grid["path"] = stand_in(python=text)
+    started = [benchmark.start("--small", **grid, RUNS=f"runs{index}") for index in range(6)]
+    wait_until(lambda: len(list(tmp_path.glob("started *"))) == 12, 60, "all runs are under way")
+    for process in started:
+        time.sleep(0.13)
+        os.killpg(process.pid, signal.SIGINT)
+    for index, process in enumerate(started):
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 75 and "interrupted, 2 runs with a checkpoint" in out and not err, out + err
+        for log in (tmp_path / f"runs{index}" / ".benchmark" / "logs").iterdir():
+            assert log.read_text().count("told") == 1 and "== interrupted (status 75" in log.read_text()
+
+
 # -------------------------------------------------------------------------------------------------------------- Slurm
 CLUSTER = dict(sbatch="exit 9", squeue="true", scontrol="echo MaxArraySize = 4")
 
@@ -327,7 +347,7 @@ TASK = """
 while [ "$1" != --seed ]; do shift; done
 echo "GPU $CUDA_VISIBLE_DEVICES, $OMP_NUM_THREADS threads, $VENV"
 [ "$2" = 4 ] && { echo no luck; exit 1; }
-trap 'exit 75' TERM
+trap 'sleep 0.5; echo checkpoint written; exit 75' TERM
 touch "started $2"
 i=0
 while [ $i -lt ${LENGTH:-50} ]; do sleep 0.1; i=$((i + 1)); done
@@ -336,7 +356,7 @@ while [ $i -lt ${LENGTH:-50} ]; do sleep 0.1; i=$((i + 1)); done
 
 @pytest.mark.parametrize("number, status", [(None, 1), (signal.SIGTERM, 75), (signal.SIGUSR1, 1)])
 def test_a_task_of_four_runs_is_not_requeued_by_mistake(number, status, checkout, stand_in, tmp_path):
-    """One run fails at once. SIGTERM is Slurm's or the user's business; a time limit without time to train is an error."""
+    """One run fails at once. SIGTERM is Slurm's or the user's business; a limit without time to train is an error."""
     array = checkout / "runs" / ".benchmark" / "offdae-1"
     logs = array.parent / "logs"
     array.mkdir(parents=True)
@@ -360,6 +380,7 @@ def test_a_task_of_four_runs_is_not_requeued_by_mistake(number, status, checkout
         text = (logs / f"run{seed}.log").read_text()
         assert f"GPU {device}, 2 threads, on\n" in text
         assert f"== {'failed' if seed == 4 else 'interrupted' if number else 'finished'} (status" in text
+        assert ("checkpoint written\n== interrupted" in text) == bool(number and seed != 4)
 
 
 def free_port():

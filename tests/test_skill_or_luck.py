@@ -125,6 +125,7 @@ def test_an_action_is_chosen_as_often_as_the_policy_says():
     uniforms = (np.arange(1000) + 0.5) / 1000
     assert np.bincount(sol.choose(policy.repeat(1000, 0), uniforms), minlength=5).tolist() == [200, 0, 500, 300, 0]
     assert sol.choose(policy, np.array([0.0])) == 0 and sol.choose(policy, np.array([1 - 2**-53])) == 3
+    assert sol.choose(np.array([[0.0, 1.0]]), np.array([0.0])) == 1
 
 
 @pytest.mark.parametrize("game", ["asterix", "breakout"])
@@ -309,25 +310,39 @@ def test_truth_without_variance_is_not_correlated():
     assert row["std_truth"] == 0 and row["std_learned"] == pytest.approx(2**0.5) and "slope" not in row
 
 
-@pytest.mark.parametrize("game", ["asterix", "breakout"])
-def test_check_of_a_run(tmp_path, call, monkeypatch, game):
-    run = make_run(tmp_path / "run", env_id=game)
+def test_check_of_a_run(tmp_path, call, monkeypatch):
+    run = make_run(tmp_path / "run")
     monkeypatch.setattr(sol, "CHECK_EPISODES", 4)
     printed = call(run, "--check", "--moments", 6, "--copies", 4)
     result = json.loads((run / "skill_luck_check.json").read_text())
-    assert result["largest_true_luck_without_a_draw"] == 0 and "moments" in printed
+    assert result["largest_true_luck_without_a_draw"] == 0 and "reliability" in printed
     assert result["horizon"] == 38 and 0.9**38 <= 0.02 < 0.9**37
-    assert result["luck_rest"]["moments"] == 6 and result["luck_rest"]["std_truth"] == 0
-    # V's own error of a step is compared with the same truth as luck
-    assert result["error_rest"]["mean_truth"] == 0 and result["error_rest"]["std_learned"] > 0
-    if game == "asterix":
-        assert result["error_drew"]["std_truth"] == result["luck_drew"]["std_truth"]
-        assert result["luck_drew"]["moments"] == 6 and result["luck_all"]["moments"] == 12
-        assert 0.05 < result["share_of_steps_that_drew"] < 0.11
-    else:
-        assert "luck_drew" not in result and result["share_of_steps_that_drew"] == 0
+    drew, rest, all_steps = (result[f"luck_{kind}"] for kind in ("drew", "rest", "all"))
+    share = result["share_of_steps_that_drew"]
+    assert (drew["moments"], rest["moments"], all_steps["moments"]) == (6, 6, 12) and 0.05 < share < 0.11
+    assert rest["std_truth"] == 0 and rest["std_learned"] > 0 and drew["std_truth"] > 0
+    mean = share * drew["mean_learned"] + (1 - share) * rest["mean_learned"]
+    assert all_steps["mean_learned"] == pytest.approx(mean, abs=1e-9), "strata count as often as they occur"
     assert image.imread(run / "skill_luck_check.png").std() > 0.05
     assert not (run / "skill_luck.html").exists()
+
+
+def test_check_where_nothing_is_random(tmp_path, call, monkeypatch):
+    """Breakout never draws. Every step is sampled, so the mean of what V says is that of the episodes."""
+    run = make_run(tmp_path / "run", env_id="breakout")
+    monkeypatch.setattr(sol, "CHECK_EPISODES", 3)
+    call(run, "--check", "--moments", 10_000, "--copies", 2)
+    result = json.loads((run / "skill_luck_check.json").read_text())
+    assert "luck_drew" not in result and result["share_of_steps_that_drew"] == 0
+    assert result["luck_all"]["moments"] == result["steps"] and result["luck_all"]["std_truth"] == 0
+    args, agent = sol.load_run(run, torch.device("cpu"))
+    episodes = sol.play(args, agent.target_network, torch.device("cpu"), 3, seed=1, max_steps=3000)
+    assert all(episode.terminal for episode in episodes)
+    splits = [parts for _, _, parts in sol.split_episodes(args, agent, torch.device("cpu"), episodes)]
+    for part, terms in dict(skill=[0], luck=[1], error=[1, 2]).items():
+        expected = np.concatenate([parts.terms[terms].sum(0) for parts in splits])
+        assert result[f"{part}_all"]["mean_learned"] == pytest.approx(expected.mean(), abs=1e-5)
+        assert result[f"{part}_all"]["std_learned"] == pytest.approx(expected.std(), abs=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------ files and words
