@@ -591,6 +591,19 @@ def test_a_game_without_a_finished_episode_is_left_out_of_normalised_curves(tmp_
     assert panel.title == "stochastic games\nasterix n = 8"
 
 
+def test_variants_share_a_colour_and_differ_in_their_markers(run, tmp_path, figures):
+    for seed, sha in ((1, "a"), (2, "b")):
+        write_run(tmp_path / "runs", *DAE, seed, [1.0] * 4, sha=sha * 64, **SMALL)
+    write_run(tmp_path / "runs", *TREE, 1, [1.0] * 4, **SMALL)
+    run(report)
+    assert "Variants (a), (b), ..." in (tmp_path / "report" / "report.md").read_text()
+    for name in ("results.png", "score_dist.png"):
+        drawn = curves(figures[name].axes[0])
+        first, second, tree = (drawn[label] for label in ("DAE (a)", "DAE (b)", "Tree Backup"))
+        assert first.get_color() == second.get_color() != tree.get_color()
+        assert first.get_marker() != second.get_marker()
+
+
 def test_methods_without_a_common_cell_are_not_compared(run, tmp_path, figures):
     write_run(tmp_path / "runs", "offdae_dae", "asterix", 8, 1, [1.0] * 4, **SMALL)
     write_run(tmp_path / "runs", "offdae_tree", "asterix", 32, 1, [1.0] * 4, **SMALL)
