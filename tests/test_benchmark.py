@@ -19,7 +19,7 @@ import torch
 from conftest import ROOT, SCRIPTS
 
 TINY = "--small --num-envs 16 --batch-size 64 --learning-starts 1000 --eval-episodes 5 --max-episode-frames 300"
-TINY += " --buffer-size 4000 --checkpoint-interval 0.5 --total-timesteps "
+TINY += " --buffer-size 4000 --checkpoint-interval 0.2 --total-timesteps "
 DAE = "asterix__offdae_dae__n8__"
 VARIABLES = "METHODS ENVS NS SEEDS ARGS RUNS WORKERS RUNS_PER_GPU MAX_RUNNING PARTITION ACCOUNT QOS CONSTRAINT GPUS"
 VARIABLES = [*VARIABLES.split(), "CPUS", "MEM", "TIME", "SETUP", "SIGNAL_SECONDS"]
@@ -185,7 +185,7 @@ def test_small_grid_and_what_wins_over_it(benchmark, stand_in):
 # ------------------------------------------------------------------------------------------------------- this machine
 def test_interrupted_continued_failed_finished(benchmark, checkout, stand_in):
     """Ctrl-C while one of two runs is under way; then both at once, where one fails; then nothing is left to do."""
-    runs, grid = checkout / "runs", dict(METHODS="dae", ENVS="asterix", NS="8", SEEDS="1 2", ARGS=TINY + "6000")
+    runs, grid = checkout / "runs", dict(METHODS="dae", ENVS="asterix", NS="8", SEEDS="1 2", ARGS=TINY + "4000")
     grid |= dict(SETUP="export SET_UP=$NOT_SET; cd .")
     (runs / f"{DAE}2").mkdir(parents=True)
     (runs / f"{DAE}2" / "args.json").write_text("not what json looks like")
@@ -283,7 +283,7 @@ def test_ctrl_c_at_any_moment_reaches_each_run_once(benchmark, stand_in, tmp_pat
     text = """[ "$1" = -B ] && { echo 0; exit; }
     trap 'echo told; sleep 0.5; told=$((told + 1)); exit $((74 + told))' INT TERM
     touch "$TMP/started $PPID"
-    while :; do sleep 0.05; done"""
+    for second in 1 2 3 4 5 6 7 8 9; do for part in 1 2 3 4 5 6 7 8 9; do sleep 0.1; done; done"""
     grid = dict(METHODS="dae", ENVS="asterix", NS="8", SEEDS="1 2", WORKERS="2", TMP=str(tmp_path))
     grid["path"] = stand_in(python=text)
     started = [benchmark.start("--small", **grid, RUNS=f"runs{index}") for index in range(6)]
@@ -381,6 +381,7 @@ def test_a_task_of_four_runs_is_not_requeued_by_mistake(number, status, checkout
         assert f"GPU {device}, 2 threads, on\n" in text
         assert f"== {'failed' if seed == 4 else 'interrupted' if number else 'finished'} (status" in text
         assert ("checkpoint written\n== interrupted" in text) == bool(number and seed != 4)
+        assert text.endswith("raise TIME\n== failed\n") == (number == signal.SIGUSR1)
 
 
 def free_port():
