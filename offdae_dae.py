@@ -126,8 +126,9 @@ def check_args(args):
 # --------------------------------------------------------------------------------------------------- environments
 def pack(observations):
     """Boolean observations [10, 10, C] to channel-first bits, 8 in a byte. [N, bytes]"""
-    channel_first = np.stack(observations).transpose(0, 3, 1, 2)
-    return np.packbits(channel_first.reshape(len(observations), -1), axis=1, bitorder="little")
+    stacked = np.concatenate(observations).reshape(len(observations), 10, 10, -1)
+    channel_first = stacked.transpose(0, 3, 1, 2).reshape(len(observations), -1)
+    return np.packbits(channel_first, axis=1, bitorder="little")
 
 
 def unpack(packed, channels):
@@ -171,13 +172,17 @@ class Games:
         self.returns += rewards
         self.lengths += 1
         truncated = ~terminal & (self.lengths >= self.max_episode_frames)
-        transitions = Transitions(self.states, actions, rewards, pack(observations), terminal, truncated)
-        self.states = transitions.next_states.copy()
-        for i in np.flatnonzero(terminal | truncated):
+        ended = np.flatnonzero(terminal | truncated)
+        for i in ended:
             self.finished.append((float(self.returns[i]), int(self.lengths[i]), bool(truncated[i])))
             self.returns[i] = self.lengths[i] = 0
             self.games[i].reset()
-            self.states[i] = pack([self.games[i].state()])[0]
+            observations.append(self.games[i].state())
+        packed = pack(observations)
+        next_states, after_reset = packed[: len(self.games)], packed[len(self.games) :]
+        transitions = Transitions(self.states, actions, rewards, next_states, terminal, truncated)
+        self.states = next_states.copy()
+        self.states[ended] = after_reset
         return transitions
 
     def keep(self, which):
@@ -236,20 +241,23 @@ class Replay:
 
     def store(self, complete):
         capacity, lengths = self.args.buffer_size, self.staged[complete]
-        while self.frames + lengths.sum() > capacity:
+        total, space = int(lengths.sum()), capacity - self.position
+        while self.frames + total > capacity:
             self.frames -= int(self.host_segments[self.oldest % capacity, 1])
             self.oldest += 1
-        real = np.arange(self.args.n) < lengths[:, None]
-        where = (self.position + torch.arange(int(lengths.sum()), device=self.device)) % capacity
+        game, step = np.nonzero(complete[:, None] & (np.arange(self.args.n) < self.staged[:, None]))
         for name, ring in self.ring.items():
-            ring[where] = self.to_device(self.stage[name][complete][real])
+            frames = self.to_device(self.stage[name][game, step])
+            ring[self.position : self.position + total] = frames[:space]
+            if total > space:
+                ring[: total - space] = frames[space:]
         rows = (self.newest + np.arange(len(lengths))) % capacity
         starts = (self.position + lengths.cumsum() - lengths) % capacity
         self.host_segments[rows] = np.stack([starts, lengths], axis=1)
         self.segments[self.to_device(rows)] = self.to_device(self.host_segments[rows])
         self.newest += len(lengths)
-        self.frames += int(lengths.sum())
-        self.position = (self.position + int(lengths.sum())) % capacity
+        self.frames += total
+        self.position = (self.position + total) % capacity
 
     def sample(self):
         """Choose segments uniformly until F frames are reached; of the last one only the tail is kept."""
@@ -293,8 +301,8 @@ class Network(nn.Module):
     def __init__(self, args, channels, num_actions):
         super().__init__()
         first, second = nn.Conv2d(channels, args.channels, 3), nn.Conv2d(args.channels, args.channels, 3)
-        self.convolutions = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Flatten())
-        self.hidden = nn.Sequential(nn.Linear(args.channels * 6 * 6, args.hidden), nn.ReLU())
+        self.convolutions = nn.Sequential(first, nn.ReLU(True), second, nn.ReLU(True), nn.Flatten())
+        self.hidden = nn.Sequential(nn.Linear(args.channels * 6 * 6, args.hidden), nn.ReLU(True))
         self.value = nn.Linear(args.hidden, 1)
         self.advantage = nn.Linear(args.hidden, num_actions)
         self.policy = nn.Linear(args.hidden, num_actions)
@@ -312,7 +320,8 @@ class Agent:
     """Networks and optimisers. The target network is the exponential moving average (EMA) of the network."""
 
     def __init__(self, args, games, device):
-        self.network = Network(args, games.channels, len(games.action_set)).to(device)
+        self.network = Network(args, games.channels, len(games.action_set))
+        self.network.to(device, memory_format=torch.channels_last)
         self.target_network = copy.deepcopy(self.network).requires_grad_(False)
         self.learning_rate = torch.tensor(args.learning_rate, device=device)
         self.optimizer = torch.optim.Adam(self.network.parameters(), lr=self.learning_rate, eps=1e-4, fused=True)

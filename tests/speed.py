@@ -6,11 +6,11 @@ machines are noisy. Median over 5 repeats, and their range.
 
 import importlib
 import os
-import resource
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import minatar
 import numpy as np
@@ -264,12 +264,11 @@ def growth():
             code = [sys.executable, __file__, "--peak-memory", script, str(n)]
             size = float(subprocess.run(code, capture_output=True, text=True, check=True).stdout)
             frames = "1024 frames" if script == "offdae_dae" else "32 frames"
-            row(f"{script}, n = {n}: peak memory of an update ({frames}) above the agent's", [size], " MB")
+            row(f"{script}, n = {n}: memory of the process in an update of {frames}", [size], " MB")
 
 
 def peak_memory(script, n):
-    """In a process of its own: how much the largest amount of memory grows by the second update, with its optimiser's
-    state there."""
+    """Of a process of its own during an update, with the optimiser's state there already."""
     script = importlib.import_module(script)
     args = script.Args(env_id="seaquest", n=n, buffer_size=20_000)
     if script is offdae_offpolicy:
@@ -280,9 +279,10 @@ def peak_memory(script, n):
             weight.grad = torch.zeros_like(weight)
     for optimizer in (x for x in vars(agent).values() if isinstance(x, torch.optim.Optimizer)):
         optimizer.step()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     script.update(args, agent, replay)
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    print(int(status["VmHWM"].split()[0]) / 1024)
 
 
 def main():

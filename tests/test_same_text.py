@@ -7,7 +7,7 @@ import pytest
 from conftest import ROOT, SCRIPTS
 
 OWN_ARGS = {"offdae_dae": ["target_network"], "offdae_offpolicy": ["target_network"]}
-LINES = {"offdae_offpolicy": 840}
+LINES = {"offdae_offpolicy": 850}
 
 
 def source(name):
@@ -46,6 +46,6 @@ def test_off_policy_dae_only_adds_to_dae():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_each_script_is_short_and_imports_nothing_of_ours(name):
     text = source(name)
-    assert len(text.splitlines()) <= LINES.get(name, 740)
+    assert len(text.splitlines()) <= LINES.get(name, 750)
     assert not re.search(r"^\s*(import|from) (offdae|tabular|tests)", text, re.M)
     assert f"python {name}.py" in text.split('"""')[1]
