@@ -183,9 +183,10 @@ def test_small_grid_and_what_wins_over_it(benchmark, stand_in):
 
 
 # ------------------------------------------------------------------------------------------------------- this machine
+@pytest.mark.slow
 def test_interrupted_continued_failed_finished(benchmark, checkout, stand_in):
     """Ctrl-C while one of two runs is under way; then both at once, where one fails; then nothing is left to do."""
-    runs, grid = checkout / "runs", dict(METHODS="dae", ENVS="asterix", NS="8", SEEDS="1 2", ARGS=TINY + "4000")
+    runs, grid = checkout / "runs", dict(METHODS="dae", ENVS="asterix", NS="8", SEEDS="1 2", ARGS=TINY + "8000")
     grid |= dict(SETUP="export SET_UP=$NOT_SET; cd .")
     (runs / f"{DAE}2").mkdir(parents=True)
     (runs / f"{DAE}2" / "args.json").write_text("not what json looks like")
@@ -253,6 +254,7 @@ def test_refused_arguments_and_a_missing_gpu_are_told_at_once(benchmark, checkou
     assert contents(checkout) == before
 
 
+@pytest.mark.slow
 def test_paper_size_without_a_gpu_is_warned_about_with_the_hours(benchmark):
     one = dict(METHODS="dae", ENVS="asterix", NS="8", SEEDS="1 2", CUDA_VISIBLE_DEVICES="", WORKERS="2")
     status, out, err = benchmark("--dry-run", **one, ARGS="--channels 64")
@@ -278,12 +280,13 @@ def test_workers_are_spread_over_the_gpus(visible, devices, benchmark, checkout,
     assert seen == [[device, "1"] for device in devices]
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_any_moment_reaches_each_run_once(benchmark, stand_in, tmp_path):
     """The terminal signals every process of its group: runs of our own that know how often they were told to stop."""
     text = """[ "$1" = -B ] && { echo 0; exit; }
     trap 'echo told; sleep 0.5; told=$((told + 1)); exit $((74 + told))' INT TERM
     touch "$TMP/started $PPID"
-    for second in 1 2 3 4 5 6 7 8 9; do for part in 1 2 3 4 5 6 7 8 9; do sleep 0.1; done; done"""
+    for tenth in $(seq 900); do sleep 0.1; done"""
     grid = dict(METHODS="dae", ENVS="asterix", NS="8", SEEDS="1 2", WORKERS="2", TMP=str(tmp_path))
     grid["path"] = stand_in(python=text)
     started = [benchmark.start("--small", **grid, RUNS=f"runs{index}") for index in range(6)]

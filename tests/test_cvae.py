@@ -201,6 +201,7 @@ def train(process, updates):
     return cases, output.value.numpy(), luck.numpy()
 
 
+@pytest.mark.slow
 def test_training_separates_the_outcomes_of_chance():
     probability = [[[0.5, 0.3, 0.2], [0.1, 0.3, 0.6]], [[0.2, 0.6, 0.2], [0.7, 0.0, 0.3]]]
     process = Process(probability, rewards=[3.0, -1.0, 0.5])
@@ -219,6 +220,7 @@ def test_training_separates_the_outcomes_of_chance():
     assert 0.8 <= np.polyfit(expected, learned, 1)[0] <= 1.2
 
 
+@pytest.mark.slow
 def test_without_chance_there_is_no_luck():
     certain = np.zeros((3, 2, 4))
     for s, a in np.ndindex(3, 2):
@@ -279,6 +281,7 @@ def test_a_dead_cvae_is_noticed():
     assert script.cvae_is_dead([alive] * 10 + [idle, dead] * 100)
 
 
+@pytest.mark.slow
 def test_a_dead_cvae_is_told_of_once(run, monkeypatch, capsys):
     """A reward for entropy so large that every z stays equally likely."""
     monkeypatch.setattr(script, "LOG_POINTS", 50)

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import minatar
@@ -21,8 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import offdae_dae
 import offdae_offpolicy
 
-TINY = "--small --total-timesteps 6000 --num-envs 16 --learning-starts 1000 --batch-size 64 --eval-episodes 5 --buffer-size 6000"
-TINY = [*TINY.split(), "--max-episode-frames", "300", "--run-name", "tiny"]
+TINY = "--small --total-timesteps 4000 --num-envs 16 --learning-starts 1000 --batch-size 64 --buffer-size 6000"
+TINY = [*TINY.split(), *"--eval-episodes 5 --max-episode-frames 300 --run-name tiny".split()]
 
 
 def read_curve(directory):
@@ -58,21 +58,21 @@ def test_files_of_a_run(alone):
     assert described["script"] == name and described["command"].startswith(f"python {name}.py --small")
     assert described["sha256"] == hashlib.sha256((ROOT / f"{name}.py").read_bytes()).hexdigest()
     args = described["args"]
-    assert (args["num_envs"], args["total_timesteps"], args["channels"], args["tau"]) == (16, 6000, 16, 0.99)
+    assert (args["num_envs"], args["total_timesteps"], args["channels"], args["tau"]) == (16, 4000, 16, 0.99)
     assert set(described["versions"]) == {"python", "torch", "minatar", "numpy"}
 
     result = json.loads((directory / "eval.json").read_text())
     assert len(result["returns"]) == len(result["lengths"]) == len(result["truncated"]) == 5
     assert result["frames"] == sum(result["lengths"]) and max(result["lengths"]) <= 300
     assert f"return {result['mean']:.2f} ± {result['stderr']:.2f}" in printed
-    assert "\n6,000 of 6,000 frames, " in "\n" + printed and "5 of 5 episodes, evaluation" in printed
+    assert "\n4,000 of 4,000 frames, " in "\n" + printed and "5 of 5 episodes, evaluation" in printed
 
     model = torch.load(directory / "model.pt", weights_only=True)
     assert model["script"] == name and model["args"] == args
     assert all(value.isfinite().all() for value in model["network"].values())
     assert any((model["network"][key] != model["target_network"][key]).any() for key in model["network"])
     if name == "offdae_offpolicy":
-        updates = (6000 - 16 - 1000) // 64
+        updates = (4000 - 16 - 1000) // 64
         assert model["cvae"]["encoder.1.0.num_batches_tracked"] == updates, "BatchNorm was not in train mode"
 
 
@@ -80,7 +80,7 @@ def test_curve_and_tensorboard_hold_the_same_points(alone):
     _, directory, _ = alone
     rows, events = read_curve(directory), EventAccumulator(str(directory), size_guidance={"scalars": 0})
     events.Reload()
-    assert [int(row["frames"]) for row in rows] == list(range(16, 6001, 16))  # fewer steps than points: one each
+    assert [int(row["frames"]) for row in rows] == list(range(16, 4001, 16))  # fewer steps than points: one each
     for tag in rows[0].keys() - {"frames"}:
         expected = [(int(row["frames"]), float(row[tag])) for row in rows if row[tag]]
         points = [(event.step, event.value) for event in events.Scalars(tag)]
@@ -91,7 +91,7 @@ def test_curve_and_tensorboard_hold_the_same_points(alone):
         (frames - 16 - 1000) // 64 > max(0, frames - 32 - 1000) // 64 for frames in range(61 * 16, 81 * 16, 16)
     ]
     for row in rows:
-        rate = 1e-3 * (1 - (int(row["frames"]) - 16) / 6000)
+        rate = 1e-3 * (1 - (int(row["frames"]) - 16) / 4000)
         assert float(row["charts/learning_rate"]) == pytest.approx(rate, rel=1e-5)
 
 
@@ -119,6 +119,7 @@ def test_evaluate_refuses_another_scripts_run(alone, run, capsys):
     assert stop.value.code == 2 and words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_same_command_and_seed_same_run(common, run):
     """Identical curves (speed apart) and weights; another seed gives others."""
     runs = {}
@@ -198,12 +199,6 @@ def test_the_updates_owed_are_made(common, run, monkeypatch):
     assert rates == pytest.approx([1e-3 * (1 - frames / 2000) for frames in steps], rel=1e-5)
 
 
-def test_the_status_of_a_refusal(tmp_path):
-    command = [sys.executable, str(ROOT / "offdae_tree.py"), "--env-id", "pong"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
-
-
 def test_track_starts_weights_and_biases(run, tmp_path, monkeypatch):
     called = {}
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **arguments: called.update(arguments)))
@@ -251,11 +246,12 @@ def test_defaults_are_the_papers(script):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 @pytest.mark.parametrize("name", ["offdae_dae", "offdae_offpolicy"])
 def test_a_machine_without_a_gpu_is_told_how_long(name, tmp_path):
-    start = time.time()
     command = [sys.executable, str(ROOT / f"{name}.py"), "--env-id", "seaquest", "--n", "32"]
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+    one_thread = os.environ | dict(OMP_NUM_THREADS="1")
+    with subprocess.Popen(command, cwd=tmp_path, env=one_thread, stdout=subprocess.PIPE, text=True) as process:
         line = process.stdout.readline()
-        seconds = time.time() - start
+        ticks = sum(map(int, Path(f"/proc/{process.pid}/stat").read_text().rsplit(")")[1].split()[11:13]))
+        seconds = ticks / os.sysconf("SC_CLK_TCK")  # of a core of its own: others may keep the machine busy
         with open(f"/proc/{process.pid}/status") as status:
             peak = next(int(entry.split()[1]) for entry in status if entry.startswith("VmHWM"))
         process.kill()

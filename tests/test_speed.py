@@ -1,12 +1,16 @@
 """No work is done that need not be done, and the losses compile whole. Times are measured by tests/speed.py."""
 
 import copy
+import importlib
 import shutil
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
+
+import offdae_dae
+import offdae_offpolicy
 
 
 def needed_flops(args, channels, num_actions, online_frames, target_frames):
@@ -94,22 +98,25 @@ def check_compiled(script, backend):
     assert fast_last == pytest.approx(slow_last, rel=0.01) and fast_last < 4 * args.learning_rate / 20
 
 
-def test_losses_compile_whole_and_only_once(script):
-    check_compiled(script, "aot_eager")
+@pytest.mark.parametrize("name", ["offdae_uncorrected", "offdae_dae", "offdae_tree"])
+def test_losses_compile_whole_and_only_once(name):
+    check_compiled(importlib.import_module(name), "aot_eager")
+
+
+@pytest.mark.slow
+def test_off_policy_losses_compile_whole_and_only_once():
+    check_compiled(offdae_offpolicy, "aot_eager")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
 def test_losses_compile_with_inductor():
-    import offdae_dae
-
     check_compiled(offdae_dae, "inductor")
 
 
 def test_bfloat16_runs_the_cvae_in_bfloat16_and_nothing_else():
     """The losses are close to float32's and are float32; the weights and the actor-critic stay what they were."""
-    import offdae_offpolicy as script
-
+    script = offdae_offpolicy
     args, games, agent, replay = made(
         script, num_envs=8, batch_size=32, buffer_size=1000, channels=4, hidden=8, cvae_channels=16
     )
