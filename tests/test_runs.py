@@ -120,11 +120,11 @@ def test_evaluate_refuses_another_scripts_run(alone, run, capsys):
 
 
 @pytest.mark.slow
-def test_same_command_and_seed_same_run(common, run):
+def test_same_command_and_seed_same_run(run):
     """Identical curves (speed apart) and weights; another seed gives others."""
     runs = {}
     for name, seed in [("a", 1), ("b", 1), ("c", 2)]:
-        directory = run(common, *TINY[:-1], name, "--seed", seed) / "runs" / name
+        directory = run(offdae_dae, *TINY[:-1], name, "--seed", seed) / "runs" / name
         rows = [{tag: value for tag, value in row.items() if tag != "charts/SPS"} for row in read_curve(directory)]
         model = torch.load(directory / "model.pt", weights_only=True)
         score = json.loads((directory / "eval.json").read_text()) | dict(seconds=0)
