@@ -54,7 +54,9 @@ def benchmark(checkout, tmp_path):
         environment |= dict(PATH=search, OMP_NUM_THREADS="1") | variables
         command = ["bash", str(checkout / "benchmark.sh"), *flags]
         out = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        processes.append(subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **out))
+        # a background job of a shell ignores SIGINT, and so would all that it starts
+        out |= dict(start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        processes.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **out))
         return processes[-1]
 
     def run(*flags, **variables):
