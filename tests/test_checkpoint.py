@@ -161,6 +161,16 @@ def test_interrupted_and_resumed_it_is_the_same_run(unfinished, left_alone, tmp_
     assert outcome(tmp_path / "copy") == outcome(left_alone)
 
 
+@pytest.mark.slow
+def test_interrupted_without_checkpoints_it_has_failed(tmp_path):
+    process = start("offdae_dae", tmp_path, "--checkpoint-interval", 0, "--total-timesteps", 100_000)
+    wait_for((tmp_path / "runs" / "run" / "curve.csv").exists, process)
+    time.sleep(1)
+    process.terminate()
+    assert "interrupted, without a checkpoint" in finish(process, status=1)
+    assert not (tmp_path / "runs" / "run" / "checkpoint.pt").exists()
+
+
 def refused(run, capsys, directory, *arguments):
     """The one line that a resumed run is refused with; it leaves everything as it was."""
     (directory / "runs" / "run" / "lock").unlink(missing_ok=True)
