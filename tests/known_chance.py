@@ -1,0 +1,77 @@
+"""Off-policy DAE on Asterix with chance known: z is read off the boards, where offdae_offpolicy.py has to learn it.
+
+    python tests/known_chance.py --small --n 8
+
+It tells whether a result of Off-policy DAE is due to its CVAE or to all the rest. In Asterix things move in every fifth
+step, and in every second of those something appears: in a free row, from the left or the right, treasure one time in
+three. The boards do not show when. So z is one of: 0 nothing moves, 1 things move, 2 to 33 they do and something
+appears (8 rows x 2 sides x enemy or treasure). Which of the three it will be, a small network predicts, since where the
+player is gives away something about the time; what appears, and where, follows the game's own law.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import offdae_offpolicy as script
+
+ENEMY, TREASURE = 1, 3  # channels
+ROWS = slice(1, 9)
+LATENTS = 34
+
+
+def things(states):
+    """[F, C, 10, 10] -> enemies and treasures [F, 2, 8 rows, 10]"""
+    return states[:, [ENEMY, TREASURE], ROWS]
+
+
+def outcome(states, next_states):
+    """z of each transition. [F]"""
+    before, after = things(states), things(next_states)
+    was_there, is_there = before.amax((1, 3)) > 0, after.amax((1, 3)) > 0  # [F, 8]
+    new = is_there & ~was_there
+    moved = (was_there & is_there & (before != after).any(3).any(1)).any(1)
+    row = new.float().argmax(1)
+    shown = after[torch.arange(len(row)), :, row]  # [F, 2, 10]
+    from_left, treasure = shown[:, :, :2].amax((1, 2)), shown[:, 1].amax(1)
+    return torch.where(new.any(1), 2 + 4 * row + 2 * from_left + treasure, moved).long()
+
+
+def law(states):
+    """What appears, if something does: one of the free rows, either side, treasure one time in three. [F, 32]"""
+    free = 1 - things(states).amax((1, 3))
+    one_of_free = free / free.sum(1, keepdim=True).clamp(min=1)
+    return (one_of_free[:, :, None] * torch.tensor([2, 1, 2, 1]) / 6).flatten(1)
+
+
+class KnownChance(nn.Module):
+    """log p(nothing moves, things move, something appears | s, a). [F, 3]"""
+
+    def __init__(self, args, channels, num_actions):
+        super().__init__()
+        convolutions = nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten()
+        self.network = nn.Sequential(*convolutions, nn.Linear(576, 128), nn.ReLU(), nn.Linear(128, 3 * num_actions))
+
+    def forward(self, states, actions):
+        return self.network(states).unflatten(1, (-1, 3))[torch.arange(len(actions)), actions].log_softmax(1)
+
+
+def known_chance_loss(args, cvae, batch):
+    q = nn.functional.one_hot(outcome(batch.states, batch.next_states), LATENTS).float()
+    log_coarse = cvae(batch.states, batch.actions)
+    coarse_q = torch.cat([q[:, :2], q[:, 2:].sum(1, keepdim=True)], dim=1)
+    loss = -(coarse_q * log_coarse).sum(1).mean()
+    coarse = log_coarse.detach().exp()
+    p = torch.cat([coarse[:, :2], coarse[:, 2:] * law(batch.states)], dim=1)
+    kl = -(q * p.clamp(min=1e-10).log()).sum(1).mean()
+    usage = -(q.mean(0) * q.mean(0).clamp(min=1e-10).log()).sum()
+    return loss, q, p, (torch.zeros(()), kl, torch.zeros(()), usage)
+
+
+if __name__ == "__main__":
+    script.SCRIPT, script.CVAE, script.cvae_loss = "known_chance", KnownChance, known_chance_loss
+    sys.argv += ["--env-id", "asterix", "--latent-size", str(LATENTS), "--exp-name", "known_chance"]
+    script.main()

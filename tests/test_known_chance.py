@@ -1,0 +1,35 @@
+"""The outcomes that tests/known_chance.py reads off the boards are what the game drew."""
+
+import known_chance
+import numpy as np
+import torch
+
+import offdae_offpolicy as script
+
+
+def drawn(before, after):
+    """z from the game's own list of entities, [x, y, from the left, treasure] or None for each row."""
+    for row, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old is None and new is not None:
+            return 2 + 4 * row + 2 * new[2] + new[3]
+    return int(any(old and new and old[0] != new[0] for old, new in zip(before, after, strict=True)))
+
+
+def test_outcomes_are_what_the_game_drew():
+    args = script.Args(num_envs=64)
+    games, random = script.Games(args, script.spawn_seeds(args)[2]), np.random.default_rng(0)
+    seen, expected, laws = [], [], []
+    for _ in range(300):
+        before = [[entity and list(entity) for entity in game.env.entities] for game in games.games]
+        transitions = games.step(random.integers(0, 5, 64))
+        going_on = np.flatnonzero(~transitions.terminal)
+        boards = [
+            script.unpack(torch.from_numpy(x[going_on]), 4) for x in (transitions.states, transitions.next_states)
+        ]
+        seen += known_chance.outcome(*boards).tolist()
+        laws.append(known_chance.law(boards[0]))
+        expected += [drawn(before[i], games.games[i].env.entities) for i in going_on]
+    assert seen == expected
+    counts, law = np.bincount(seen, minlength=34)[2:], torch.cat(laws).mean(0).numpy()
+    spawned = counts.sum()
+    assert spawned > 1000 and np.abs(counts - spawned * law).max() < 4 * np.sqrt(spawned * law.max())
