@@ -86,7 +86,7 @@ class Args:
 
 SMALL = dict(total_timesteps=600_000, batch_size=256, learning_starts=10_000, steps_per_update=64)
 SMALL |= dict(learning_rate=1e-3, tau=0.99, channels=16, hidden=128)
-SMALL |= dict(latent_size=8, cvae_channels=8, cvae_learning_rate=1e-3, ent_coef=2e-5, decode_every=7)
+SMALL |= dict(latent_size=8, cvae_channels=8, cvae_learning_rate=1e-3, decode_every=7)
 
 
 def stop(message, status=REFUSED):
