@@ -7,6 +7,9 @@ step, and in every second of those something appears: in a free row, from the le
 three. The boards do not show when. So z is one of: 0 nothing moves, 1 things move, 2 to 33 they do and something
 appears (8 rows x 2 sides x enemy or treasure). Which of the three it will be, a small network predicts, since where the
 player is gives away something about the time; what appears, and where, follows the game's own law.
+
+`--exp-name known_moves` tells only whether things move, which is what the CVAE of `--small` finds out by itself. With
+`--exp-name known_moves_detached` the gradient of luck moreover stops before the layers that it shares with V and A.
 """
 
 import sys
@@ -66,12 +69,24 @@ def known_chance_loss(args, cvae, batch):
     loss = -(coarse_q * log_coarse).sum(1).mean()
     coarse = log_coarse.detach().exp()
     p = torch.cat([coarse[:, :2], coarse[:, 2:] * law(batch.states)], dim=1)
+    if args.exp_name != "known_chance":
+        q, p = (torch.stack([x[:, 0], 1 - x[:, 0]], dim=1) for x in (q, p))
     kl = -(q * p.clamp(min=1e-10).log()).sum(1).mean()
     usage = -(q.mean(0) * q.mean(0).clamp(min=1e-10).log()).sum()
     return loss, q, p, (torch.zeros(()), kl, torch.zeros(()), usage)
 
 
+class DetachedLuck(script.Network):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.luck.register_forward_pre_hook(lambda module, inputs: inputs[0].detach())
+
+
 if __name__ == "__main__":
     script.SCRIPT, script.CVAE, script.cvae_loss = "known_chance", KnownChance, known_chance_loss
-    sys.argv += ["--env-id", "asterix", "--latent-size", str(LATENTS), "--exp-name", "known_chance"]
+    if "--exp-name" not in sys.argv:
+        sys.argv += ["--exp-name", "known_chance"]
+    if "known_moves_detached" in sys.argv:
+        script.Network = DetachedLuck
+    sys.argv += ["--env-id", "asterix", "--latent-size", str(LATENTS if "known_chance" in sys.argv else 2)]
     script.main()
