@@ -15,6 +15,7 @@ player is gives away something about the time; what appears, and where, follows 
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -80,6 +81,38 @@ class DetachedLuck(script.Network):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.luck.register_forward_pre_hook(lambda module, inputs: inputs[0].detach())
+
+
+def information(joint):
+    """Mutual information of rows and columns, and the entropy of the rows, in nats."""
+    joint = joint / joint.sum()
+    rows, columns = joint.sum(1, keepdim=True), joint.sum(0, keepdim=True)
+    told = torch.special.xlogy(joint, joint / (rows * columns).clamp(min=1e-30)).sum().clamp(min=0)
+    return f"{told.item():.3f} of {-torch.special.xlogy(rows, rows).sum().item():.3f} nats"
+
+
+@torch.no_grad()
+def what_z_tells(directory, steps=600):
+    """How much the latent of a finished run of offdae_offpolicy.py on Asterix tells of what chance did."""
+    model = torch.load(directory / "model.pt", weights_only=True)
+    args = script.Args(**model["args"])
+    games = script.Games(args, np.random.SeedSequence(args.seed + 1000).spawn(args.num_envs))
+    agent = script.Agent(args, games, torch.device("cpu"))
+    agent.network.load_state_dict(model["network"])
+    agent.cvae.load_state_dict(model["cvae"])
+    agent.cvae.eval()
+    joint = torch.zeros(LATENTS, args.latent_size)
+    for _ in range(steps):
+        played = games.step(script.act(agent.network, games, torch.device("cpu")))
+        boards = [script.unpack(torch.from_numpy(x), games.channels) for x in (played.states, played.next_states)]
+        _, _, log_q = agent.cvae(boards[0], torch.from_numpy(played.actions), boards[1])
+        joint.index_add_(0, outcome(*boards), log_q.exp())
+    still, moves, appears = joint[:1], joint[1:2], joint[2:]
+    return {
+        "whether things move": information(torch.cat([still, joint[1:].sum(0, keepdim=True)])),
+        "if so, whether something appears": information(torch.cat([moves, appears.sum(0, keepdim=True)])),
+        "if so, what and where": information(appears),
+    }
 
 
 if __name__ == "__main__":

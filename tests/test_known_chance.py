@@ -33,3 +33,8 @@ def test_outcomes_are_what_the_game_drew():
     counts, law = np.bincount(seen, minlength=34)[2:], torch.cat(laws).mean(0).numpy()
     spawned = counts.sum()
     assert spawned > 1000 and np.abs(counts - spawned * law).max() < 4 * np.sqrt(spawned * law.max())
+
+
+def test_information():
+    assert known_chance.information(torch.eye(2)) == "0.693 of 0.693 nats"
+    assert known_chance.information(torch.tensor([[3.0, 1.0, 2.0], [6.0, 2.0, 4.0]])) == "0.000 of 0.637 nats"
