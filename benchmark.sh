@@ -249,7 +249,7 @@ for method in ${methods[@]+"${methods[@]}"}; do
     # Hours at the paper's size are the paper's, on its GPUs; minutes at --small's were measured on one CPU core, as were
     # the sizes of a finished run.
     case $script-${SMALL:+small} in
-        offdae_offpolicy-small) seconds=$((30 * 60)) megabytes=2 ;;
+        offdae_offpolicy-small) seconds=$((20 * 60)) megabytes=2 ;;
         offdae_offpolicy-) seconds=$((15 * 3600)) megabytes=54 ;;
         *-small) seconds=$((4 * 60)) megabytes=1 ;;
         *) seconds=$((2 * 3600)) megabytes=40 ;;
@@ -361,7 +361,7 @@ for name in "${todo[@]}"; do
     seconds=$((seconds + ${seconds_of[$name]})) megabytes=$((megabytes + ${megabytes_of[$name]}))
 done
 if [ -n "$SMALL" ]; then
-    say "about $(hours $seconds) hours on one CPU core, at 4 minutes a run (Off-policy DAE 30) for 600,000 frames"
+    say "about $(hours $seconds) hours on one CPU core, at 4 minutes a run (Off-policy DAE 20) for 600,000 frames"
 else
     say "about $(hours $seconds) GPU-hours, at the paper's 2 hours a run (Off-policy DAE 15) for 10M frames"
 fi

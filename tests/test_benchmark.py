@@ -172,7 +172,7 @@ def test_small_grid_and_what_wins_over_it(benchmark, stand_in):
     path = stand_in(python="echo 0")
     status, out, err = benchmark("--dry-run", "--small", WORKERS="2", path=path)
     assert status == 0 and len(out.splitlines()) == 1 + 5 * 2 * 2 * 3 and out.count(" --small\n") == 60
-    assert "about 14 hours on one CPU core" in err and "2 at a time" in err and "about 7.2 hours" in err
+    assert "about 10 hours on one CPU core" in err and "2 at a time" in err and "about 5.2 hours" in err
     assert not [name for name in ("freeway", "--n 16", "--seed 4") if name in out]
     grid = dict(METHODS="dae offpolicy", ENVS="freeway", NS="16", SEEDS="4 5", ARGS="--total-timesteps 300_000")
     status, out, err = benchmark("--dry-run", "--small", **grid, path=path, WORKERS="1")
@@ -181,7 +181,7 @@ def test_small_grid_and_what_wins_over_it(benchmark, stand_in):
         for method in ("dae", "offpolicy")
         for seed in (4, 5)
     ]
-    assert "about 0.6 hours" in err  # 2 x 2 + 2 x 15 minutes
+    assert "about 0.4 hours" in err  # 2 x 2 + 2 x 10 minutes
 
 
 # ------------------------------------------------------------------------------------------------------- this machine
