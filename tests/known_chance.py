@@ -119,6 +119,8 @@ if __name__ == "__main__":
     script.SCRIPT, script.CVAE, script.cvae_loss = "known_chance", KnownChance, known_chance_loss
     if "--exp-name" not in sys.argv:
         sys.argv += ["--exp-name", "known_chance"]
+    if not {"known_chance", "known_moves", "known_moves_detached"} & set(sys.argv):
+        script.stop("--exp-name: choose from known_chance, known_moves and known_moves_detached")
     if "known_moves_detached" in sys.argv:
         script.Network = DetachedLuck
     sys.argv += ["--env-id", "asterix", "--latent-size", str(LATENTS if "known_chance" in sys.argv else 2)]

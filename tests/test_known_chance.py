@@ -2,6 +2,7 @@
 
 import known_chance
 import numpy as np
+import pytest
 import torch
 
 import offdae_offpolicy as script
@@ -38,3 +39,21 @@ def test_outcomes_are_what_the_game_drew():
 def test_information():
     assert known_chance.information(torch.eye(2)) == "0.693 of 0.693 nats"
     assert known_chance.information(torch.tensor([[3.0, 1.0, 2.0], [6.0, 2.0, 4.0]])) == "0.000 of 0.637 nats"
+
+
+@pytest.mark.parametrize("name, latents", [("known_chance", 34), ("known_moves", 2), ("known_moves_detached", 2)])
+def test_prior_and_gradient(name, latents):
+    args = script.Args(exp_name=name, num_envs=32, batch_size=128, channels=4, hidden=8, latent_size=latents)
+    games, random = script.Games(args, script.spawn_seeds(args)[2]), np.random.default_rng(0)
+    replay = script.Replay(args, games.channels, torch.device("cpu"))
+    for _ in range(60):
+        replay.add(games.step(random.integers(0, 5, 32)))
+    batch = replay.sample()
+    prior = known_chance.KnownChance(args, games.channels, 5)
+    _, q, p, _ = known_chance.known_chance_loss(args, prior, batch)
+    assert q.shape == p.shape == (128, latents) and ((q == 0) | (q == 1)).all()
+    torch.testing.assert_close(p.sum(1), torch.ones(128))
+    network = (known_chance.DetachedLuck if "detached" in name else script.Network)(args, games.channels, 5)
+    script.centred_luck(network(batch.states).luck, batch.actions, q, p).square().sum().backward()
+    assert network.luck.weight.grad.abs().sum() > 0
+    assert (network.hidden[0].weight.grad is None) == ("detached" in name)
