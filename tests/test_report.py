@@ -662,3 +662,14 @@ def test_1500_runs_in_under_a_minute(tmp_path):
     assert sum(row["paper_mean"] != "" for row in rows) == 60
     print(f"{size / 1e6:.0f} MB: {seconds:.1f} s, {cpu:.1f} s of CPU, load {os.getloadavg()[0]:.1f}")
     assert seconds < 60
+
+
+def test_the_committed_study_is_what_its_runs_say(tmp_path):
+    """results/small: the small files of each run and nothing else, and a report that is made of exactly these."""
+    study = ROOT / "results" / "small"
+    runs = [path for path in study.iterdir() if path.is_dir() and path.name != "report"]
+    assert runs and all({x.name for x in path.iterdir()} == {"args.json", "eval.json", "curve.csv"} for path in runs)
+    arguments = "benchmark_report.py", "--runs", "results/small", "--baseline", "results/small/baseline.json", "--out"
+    subprocess.run([sys.executable, *arguments, tmp_path / "again"], cwd=ROOT, check=True, capture_output=True)
+    for name in ("scores.csv", "report.md"):
+        assert (tmp_path / "again" / name).read_text() == (study / "report" / name).read_text(), f"make {name} anew"
