@@ -74,6 +74,8 @@ PAPER_SETTINGS |= dict(tau=0.999, kl_coef=3.0, channels=128, hidden=1024, eval_e
 PAPER_GRID = [name for name in METHODS if name != "dae_no_target"], GAMES, (8, 16, 32), range(1, 21)
 
 COLUMNS = ("frames", "charts/episodic_return", "charts/episodes", "charts/reward_per_frame", "losses/critic")
+COLUMNS += ("charts/SPS",)
+HEALTH = ("losses/advantage_std", "losses/luck_std", "losses/cvae_kl")  # where the script has them
 RETURN, REWARD, CRITIC = range(3)
 QUANTITIES = ("return of finished episodes", "reward per frame", "critic loss")
 BINS = 50  # points of a curve
@@ -111,6 +113,7 @@ class Run(NamedTuple):
     origin: dict
     returns: list | None = None  # of the evaluation's episodes; None: unfinished
     curve: np.ndarray | None = None  # [RETURN, REWARD or CRITIC; BINS]
+    details: dict | None = None  # what DETAIL_NAMES shows
 
 
 def read_json(path):
@@ -144,32 +147,37 @@ def read_run(directory):
     run = Run(str(directory), method, game, n, seed, common, own, origin)
     if not (directory / "eval.json").exists():
         return run
-    returns = read_json(directory / "eval.json").get("returns")
-    if not isinstance(returns, list) or not returns or len(returns) != episodes:
-        raise ValueError(f"eval.json does not have the {episodes} episodes of args.json")
-    if not all(type(value) in (int, float) and isfinite(value) for value in returns):
-        raise ValueError("eval.json has returns that are not finite numbers")
-    return run._replace(returns=returns, curve=read_curve(directory / "curve.csv", total))
+    evaluation = read_json(directory / "eval.json")
+    for name in ("returns", "lengths"):
+        values = evaluation.get(name)
+        if not isinstance(values, list) or not values or len(values) != episodes:
+            raise ValueError(f"eval.json does not have the {episodes} episodes of args.json")
+        if not all(type(value) in (int, float) and isfinite(value) for value in values):
+            raise ValueError(f"eval.json has {name} that are not finite numbers")
+    curve, details = read_curve(directory / "curve.csv", total)
+    details["length"] = np.mean(evaluation["lengths"])
+    return run._replace(returns=evaluation["returns"], curve=curve, details=details)
 
 
 def read_curve(path, total):
     """The run in BINS equal parts: return per finished episode, reward per frame, critic loss. A part without a value
-    repeats the one before it."""
+    repeats the one before it. And minutes of training, and means of HEALTH over the last tenth of the run."""
     try:
         header, *lines = path.read_text().splitlines()
-        where = [header.split(",").index(name) for name in COLUMNS]
+        names = header.split(",")
+        health = [name for name in HEALTH if name in names]
+        where = [names.index(name) for name in (*COLUMNS, *health)]
     except (OSError, ValueError):
         raise ValueError("curve.csv is missing, empty or not what the scripts write") from None
     if not lines or any(line.count(",") != header.count(",") for line in lines):
         raise ValueError("curve.csv has no lines or incomplete ones")
     if any("nan" in line or "inf" in line for line in lines):
         raise ValueError("curve.csv has values that are NaN or infinite: the run diverged")
-    last = max(where) + 1  # most columns come after those that are needed
     try:
-        table = [[float(row[i] or "nan") for i in where] for row in (line.split(",", last) for line in lines)]
+        table = [[float(row[i] or "nan") for i in where] for row in (line.split(",") for line in lines)]
     except ValueError as error:
         raise ValueError(f"curve.csv cannot be read ({error})") from None
-    frames, returns, episodes, reward, critic = np.array(table).T
+    frames, returns, episodes, reward, critic, speed, *late = np.array(table).T
     span = np.diff(frames, prepend=0)
     if not (span > 0).all() or frames[-1] < total:
         raise ValueError(f"curve.csv does not lead to the run's {total:,} frames")
@@ -180,7 +188,11 @@ def read_curve(path, total):
         weight = np.bincount(part[known], weights[known], BINS)
         means = np.divide(sums, weight, out=np.full(BINS, np.nan), where=weight > 0)
         curve.append(means[np.maximum.accumulate(np.where(weight > 0, np.arange(BINS), 0))])
-    return np.stack(curve)
+    details = {"minutes": (span / np.maximum(speed, 0.05)).sum() / 60}  # curve.csv rounds the speed to tenths
+    for name, values in zip(health, late, strict=True):
+        known = values[(frames > 0.9 * total) & np.isfinite(values)]
+        details[name] = known.mean() if len(known) else np.nan
+    return np.stack(curve), details
 
 
 def read_runs(directories):
@@ -522,6 +534,21 @@ def score_table(group, name):
     return rows, lines
 
 
+def detail_table(group):
+    """The range over seeds of each entry of DETAIL_NAMES."""
+    rows = [["game", "n", "method", *DETAIL_NAMES.values()]]
+    for game, n in sorted({cell[1:] for cell in group.cells}):
+        for column in with_all(group, group.columns, [(game, n)]):
+            runs = group.cells[column, game, n]
+            values = [sorted(run.details.get(name, np.nan) for run in runs) for name in DETAIL_NAMES]
+            ends = [
+                [f"{value:#.2g}" if value < 1 else f"{value:.0f}" for value in (some[0], some[-1])] for some in values
+            ]
+            spans = [low if low == high else f"{low} – {high}" for low, high in ends]
+            rows.append([game, n, column, *(span.replace("nan", "–") for span in spans)])
+    return rows
+
+
 def aggregate_table(group, baseline):
     """Interquartile means of normalised scores over games and n."""
     rows, ns = {}, spanned(group, 2)
@@ -585,6 +612,18 @@ A line begins where each of its runs has finished an episode. Shading is the sta
 held fixed; each game and n has the same weight."""
 
 
+DETAIL_NAMES = {
+    "length": "frames of an episode",
+    "minutes": "minutes of training",
+    "losses/advantage_std": "std of advantage",
+    "losses/luck_std": "std of luck",
+    "losses/cvae_kl": "KL(q‖p)",
+}
+DETAILS = """Lowest and highest of the seeds: the mean length of the evaluation's episodes, the time that training took,
+and means over the last tenth of training of what luck amounts to (in reward) and of what its CVAE knows (in nats). A
+CVAE with KL(q‖p) = 0 tells nothing of chance: right for a deterministic game, dead in another."""
+
+
 def read_baseline(path, games):
     if path is None:
         return Baseline("the paper's DAE scores at n = 8", {game: PAPER["dae", game, 8][0] for game in GAMES})
@@ -625,6 +664,7 @@ def group_sections(group, i, prefix, apart, baseline, paper_grid):
     if group.columns:
         rows, lines = score_table(group, i)
         text += [SCORES, table(rows), AGGREGATES + baseline.name + ".", table(aggregate_table(group, baseline))]
+        text += [DETAILS, table(detail_table(group))]
         printed.append(table(rows))
         figures = {kind: partial(draw_curves, rows=rows) for kind, rows in figures_of(group, baseline).items()}
         for kind, draw in (figures | {"score_dist": draw_scores}).items():

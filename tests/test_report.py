@@ -172,7 +172,7 @@ def test_the_interval_is_that_of_a_bootstrap_within_each_stratum():
 def test_a_curve_in_equal_parts_against_plain_loops(tmp_path):
     text = curve_text("offdae_dae", 1000, 50.0, np.random.default_rng(1), points=70, ended=0.3)
     (tmp_path / "curve.csv").write_text(text)
-    curve = report.read_curve(tmp_path / "curve.csv", 1000)
+    curve, _ = report.read_curve(tmp_path / "curve.csv", 1000)
     sums, before, last = np.zeros((3, report.BINS)), 0, [np.nan] * 3
     weights = np.zeros((3, report.BINS))
     for row in csv.DictReader(text.splitlines()):
@@ -189,6 +189,40 @@ def test_a_curve_in_equal_parts_against_plain_loops(tmp_path):
         last = [sums[i, part] / weights[i, part] if weights[i, part] else last[i] for i in range(3)]
         np.testing.assert_allclose(curve[:, part], last, rtol=1e-12)
     assert np.isnan(curve[report.CRITIC, 0]) and np.isfinite(curve[report.REWARD]).all()
+
+
+@pytest.mark.parametrize("script", ["offdae_dae", "offdae_offpolicy"])
+def test_details_against_plain_loops(tmp_path, script):
+    text = curve_text(script, 1000, 50.0, np.random.default_rng(1), points=70).replace("4321.9", "20.0", 35)
+    (tmp_path / "curve.csv").write_text(text)
+    _, details = report.read_curve(tmp_path / "curve.csv", 1000)
+    seconds, before, late = 0.0, 0, {name: [] for name in report.HEALTH}
+    for row in csv.DictReader(text.splitlines()):
+        seconds += (int(row["frames"]) - before) / float(row["charts/SPS"])
+        before = int(row["frames"])
+        for name in late:
+            if before > 900 and name in row:
+                late[name].append(float(row[name]))
+    assert details.pop("minutes") == pytest.approx(seconds / 60) and 500 / 20 < seconds < 500 / 20 + 1
+    assert details == pytest.approx({name: statistics.mean(values) for name, values in late.items() if values})
+    assert ("losses/luck_std" in details) == (script == "offdae_offpolicy")
+
+
+def test_details_are_ranges_over_seeds(run, tmp_path):
+    """And a run that never learned or that a computer took ages for is no reason to fail."""
+    for seed, speed in ((1, "1000.0"), (2, "2000.0"), (3, "500.0")):
+        curve = curve_text("offdae_dae", 600_000, 1.0, np.random.default_rng(seed), 60).replace("4321.9", speed)
+        write_run(tmp_path / "runs", *DAE, seed, [1.0] * 4, curve, **SMALL)
+    curve = curve_text("offdae_offpolicy", 600_000, 1.0, np.random.default_rng(0), 6).replace("4321.9", "0.0")
+    write_run(tmp_path / "runs", *OFF, 1, [1.0] * 4, curve, **SMALL)
+    run(report)
+    text = (tmp_path / "report" / "report.md").read_text()
+    (dae,), (off,) = (table_rows(text, "asterix", "8", name) for name in ("DAE", "Off-policy DAE"))
+    assert dae[3:5] == ["100", "5 – 20"] and dae[6:] == ["–", "–"]
+    (group,), _ = read(tmp_path / "runs")
+    stds = sorted(run.details["losses/advantage_std"] for run in group.cells["DAE", "asterix", 8])
+    assert [float(end) for end in dae[5].split(" – ")] == pytest.approx([stds[0], stds[-1]], rel=0.06)
+    assert off[3:] == ["100", "200000", "–", "–", "–"]
 
 
 def test_mean_curve_weighs_cells_the_same_and_errors_are_over_seeds(tmp_path):
@@ -359,6 +393,7 @@ BROKEN = {
     "eval cut": ("eval.json", lambda text: text[:60], "eval.json cannot be read"),
     "eval empty": ("eval.json", lambda text: "", "eval.json cannot be read"),
     "eval NaN": ("eval.json", lambda text: text.replace("1.0", "NaN"), "not finite numbers"),
+    "length NaN": ("eval.json", lambda text: text.replace("100,", "NaN,"), "lengths that are not finite"),
     "eval bytes": ("eval.json", lambda text: "\udcff", "eval.json cannot be read"),
     "fewer episodes": (
         "eval.json",
