@@ -16,7 +16,8 @@ alone, interrupted ones resumed, failed ones tried again.
   --dry-run   print the commands, write and start nothing
 
 Environment variables, with their defaults (--small's in brackets):
-  METHODS       "uncorrected dae tree offpolicy offpolicy_no_target"; the last is the ablation without target network
+  METHODS       "uncorrected dae tree offpolicy offpolicy_no_target"; the last is the ablation without target network,
+                dae_no_target, which the paper does not have, is the same of DAE
   ENVS          "asterix breakout freeway seaquest space_invaders" ["asterix breakout"]
   NS            "8 16 32" ["8 32"]
   SEEDS         "1 2 ... 20" ["1 2 3"]; runs go in the order METHODS, ENVS, NS, SEEDS, the seeds changing fastest
@@ -241,10 +242,12 @@ for method in ${methods[@]+"${methods[@]}"}; do
     case $method in
         uncorrected | dae | tree) script=offdae_$method flags=() ;;
         offpolicy) script=offdae_offpolicy flags=() ;;
-        offpolicy_no_target)
-            script=offdae_offpolicy flags=(--no-target-network --exp-name offdae_offpolicy_no_target)
+        dae_no_target | offpolicy_no_target)
+            script=offdae_${method%_no_target} flags=(--no-target-network --exp-name "offdae_$method")
             ;;
-        *) die 2 "METHODS: no method $method, choose from uncorrected dae tree offpolicy offpolicy_no_target" ;;
+        *)
+            die 2 "METHODS: no method $method, choose from uncorrected dae tree offpolicy dae_no_target offpolicy_no_target"
+            ;;
     esac
     # Hours at the paper's size are the paper's, on its GPUs; minutes at --small's were measured on one CPU core, as were
     # the sizes of a finished run.

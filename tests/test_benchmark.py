@@ -182,6 +182,12 @@ def test_small_grid_and_what_wins_over_it(benchmark, stand_in):
         for seed in (4, 5)
     ]
     assert "about 0.4 hours" in err  # 2 x 2 + 2 x 10 minutes
+    status, out, _ = benchmark(
+        "--dry-run", METHODS="dae_no_target", ENVS="asterix", NS="8", SEEDS="1", path=path, WORKERS="1"
+    )
+    (command,) = (line.split("python ")[1] for line in out.splitlines()[1:])
+    ablation = "offdae_dae.py --env-id asterix --n 8 --seed 1 --run-name asterix__offdae_dae_no_target__n8__1 --resume"
+    assert command == f"{ablation} --no-target-network --exp-name offdae_dae_no_target"
 
 
 # ------------------------------------------------------------------------------------------------------- this machine
