@@ -10,6 +10,7 @@ player is gives away something about the time; what appears, and where, follows 
 
 `--exp-name known_moves` tells only whether things move, which is what the CVAE of `--small` finds out by itself. With
 `--exp-name known_moves_detached` the gradient of luck moreover stops before the layers that it shares with V and A.
+With `--exp-name known_nothing` luck is 0, as in DAE.
 """
 
 import sys
@@ -25,6 +26,7 @@ import offdae_offpolicy as script
 ENEMY, TREASURE = 1, 3  # channels
 ROWS = slice(1, 9)
 LATENTS = 34
+NAMES = {"known_chance", "known_moves", "known_moves_detached", "known_nothing"}
 
 
 def things(states):
@@ -70,7 +72,9 @@ def known_chance_loss(args, cvae, batch):
     loss = -(coarse_q * log_coarse).sum(1).mean()
     coarse = log_coarse.detach().exp()
     p = torch.cat([coarse[:, :2], coarse[:, 2:] * law(batch.states)], dim=1)
-    if args.exp_name != "known_chance":
+    if args.exp_name == "known_nothing":
+        q = p = torch.ones(len(q), 1)
+    elif args.exp_name != "known_chance":
         q, p = (torch.stack([x[:, 0], 1 - x[:, 0]], dim=1) for x in (q, p))
     kl = -(q * p.clamp(min=1e-10).log()).sum(1).mean()
     usage = -(q.mean(0) * q.mean(0).clamp(min=1e-10).log()).sum()
@@ -115,13 +119,19 @@ def what_z_tells(directory, steps=600):
     }
 
 
-if __name__ == "__main__":
+def main():
     script.SCRIPT, script.CVAE, script.cvae_loss = "known_chance", KnownChance, known_chance_loss
     if "--exp-name" not in sys.argv:
         sys.argv += ["--exp-name", "known_chance"]
-    if not {"known_chance", "known_moves", "known_moves_detached"} & set(sys.argv):
-        script.stop("--exp-name: choose from known_chance, known_moves and known_moves_detached")
-    if "known_moves_detached" in sys.argv:
+    (name,) = NAMES & set(sys.argv) or [None]
+    if name is None:
+        script.stop(f"--exp-name: choose from {', '.join(sorted(NAMES))}")
+    if name == "known_moves_detached":
         script.Network = DetachedLuck
-    sys.argv += ["--env-id", "asterix", "--latent-size", str(LATENTS if "known_chance" in sys.argv else 2)]
+    latents = {"known_chance": LATENTS, "known_nothing": 1}.get(name, 2)
+    sys.argv += ["--env-id", "asterix", "--latent-size", str(latents)]
     script.main()
+
+
+if __name__ == "__main__":
+    main()

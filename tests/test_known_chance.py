@@ -1,5 +1,6 @@
 """The outcomes that tests/known_chance.py reads off the boards are what the game drew."""
 
+import held_out
 import known_chance
 import numpy as np
 import pytest
@@ -41,7 +42,10 @@ def test_information():
     assert known_chance.information(torch.tensor([[3.0, 1.0, 2.0], [6.0, 2.0, 4.0]])) == "0.000 of 0.637 nats"
 
 
-@pytest.mark.parametrize("name, latents", [("known_chance", 34), ("known_moves", 2), ("known_moves_detached", 2)])
+NAMES = [("known_chance", 34), ("known_moves", 2), ("known_moves_detached", 2)]
+
+
+@pytest.mark.parametrize("name, latents", NAMES)
 def test_prior_and_gradient(name, latents):
     args = script.Args(exp_name=name, num_envs=32, batch_size=128, channels=4, hidden=8, latent_size=latents)
     games, random = script.Games(args, script.spawn_seeds(args)[2]), np.random.default_rng(0)
@@ -57,3 +61,38 @@ def test_prior_and_gradient(name, latents):
     script.centred_luck(network(batch.states).luck, batch.actions, q, p).square().sum().backward()
     assert network.luck.weight.grad.abs().sum() > 0
     assert (network.hidden[0].weight.grad is None) == ("detached" in name)
+
+
+def test_what_is_held_out_is_not_replayed(monkeypatch):
+    """Every frame goes to one of the two. Luck in the loss is what makes its two values differ, and nothing else."""
+    args = script.Args(exp_name="known_moves", num_envs=16, n=4, batch_size=64, channels=4, hidden=8, latent_size=2)
+    games, random = script.Games(args, script.spawn_seeds(args)[2]), np.random.default_rng(0)
+    whole, partial = (
+        kind(args, games.channels, torch.device("cpu")) for kind in (script.Replay, held_out.PartialReplay)
+    )
+    for step in range(50):
+        transitions = games.step(random.integers(0, 5, 16))
+        marked = transitions._replace(rewards=np.arange(16) + 16 * step)
+        whole.add(marked)
+        partial.add(marked)
+    replayed, kept, every = (x.ring["rewards"][: x.frames].long() for x in (partial, partial.held_out, whole))
+    assert set((kept % 16).tolist()) == {0, 8} and not set((replayed % 16).tolist()) & {0, 8}
+    assert sorted([*replayed.tolist(), *kept.tolist()]) == sorted(every.tolist())
+
+    monkeypatch.setattr(script, "CVAE", known_chance.KnownChance)
+    monkeypatch.setattr(script, "cvae_loss", known_chance.known_chance_loss)
+    monkeypatch.setattr(held_out, "BATCHES", 1)
+    agent, batch = script.Agent(args, games, torch.device("cpu")), partial.sample()
+    monkeypatch.setattr(partial, "sample", lambda: batch)
+    measured = held_out.critic_losses(args, agent, partial)
+    online, target = agent.network(batch.states), agent.target_network(batch.states)
+    online = online._replace(advantage=script.centred(online.advantage, target.log_policy.exp()))
+    _, q, p, _ = known_chance.known_chance_loss(args, agent.cvae, batch)
+    luck = script.centred_luck(online.luck, batch.actions, q, p)
+    expected = [
+        script.critic_loss(args, agent, batch, online._replace(luck=x), target).item() for x in (luck, 0 * luck)
+    ]
+    assert [*measured.values()] == pytest.approx(expected, rel=1e-3) and expected[0] != expected[1]
+    args.exp_name = "known_nothing"
+    nothing = held_out.critic_losses(args, agent, partial)
+    assert nothing["with luck"] == nothing["without luck"] == measured["without luck"]
