@@ -75,7 +75,7 @@ PAPER_GRID = [name for name in METHODS if name != "dae_no_target"], GAMES, (8, 1
 
 COLUMNS = ("frames", "charts/episodic_return", "charts/episodes", "charts/reward_per_frame", "losses/critic")
 COLUMNS += ("charts/SPS",)
-HEALTH = ("losses/advantage_std", "losses/luck_std", "losses/cvae_kl")  # where the script has them
+LATE = ("charts/reward_per_frame", "losses/advantage_std", "losses/luck_std", "losses/cvae_kl")  # those there are
 RETURN, REWARD, CRITIC = range(3)
 QUANTITIES = ("return of finished episodes", "reward per frame", "critic loss")
 BINS = 50  # points of a curve
@@ -161,12 +161,12 @@ def read_run(directory):
 
 def read_curve(path, total):
     """The run in BINS equal parts: return per finished episode, reward per frame, critic loss. A part without a value
-    repeats the one before it. And minutes of training, and means of HEALTH over the last tenth of the run."""
+    repeats the one before it. And minutes of training, and means of LATE over the last tenth of the run."""
     try:
         header, *lines = path.read_text().splitlines()
         names = header.split(",")
-        health = [name for name in HEALTH if name in names]
-        where = [names.index(name) for name in (*COLUMNS, *health)]
+        averaged = [name for name in LATE if name in names]
+        where = [names.index(name) for name in (*COLUMNS, *averaged)]
     except (OSError, ValueError):
         raise ValueError("curve.csv is missing, empty or not what the scripts write") from None
     if not lines or any(line.count(",") != header.count(",") for line in lines):
@@ -189,7 +189,7 @@ def read_curve(path, total):
         means = np.divide(sums, weight, out=np.full(BINS, np.nan), where=weight > 0)
         curve.append(means[np.maximum.accumulate(np.where(weight > 0, np.arange(BINS), 0))])
     details = {"minutes": (span / np.maximum(speed, 0.05)).sum() / 60}  # curve.csv rounds the speed to tenths
-    for name, values in zip(health, late, strict=True):
+    for name, values in zip(averaged, late, strict=True):
         known = values[(frames > 0.9 * total) & np.isfinite(values)]
         details[name] = known.mean() if len(known) else np.nan
     return np.stack(curve), details
@@ -614,14 +614,15 @@ held fixed; each game and n has the same weight."""
 
 DETAIL_NAMES = {
     "length": "frames of an episode",
+    "charts/reward_per_frame": "reward per frame",
     "minutes": "minutes of training",
     "losses/advantage_std": "std of advantage",
     "losses/luck_std": "std of luck",
     "losses/cvae_kl": "KL(q‖p)",
 }
 DETAILS = """Lowest and highest of the seeds: the mean length of the evaluation's episodes, the time that training took,
-and means over the last tenth of training of what luck amounts to (in reward) and of what its CVAE knows (in nats). A
-CVAE with KL(q‖p) = 0 tells nothing of chance: right for a deterministic game, dead in another."""
+and means over the last tenth of training of the reward, of what advantage and luck amount to (in reward) and of what
+the CVAE knows (in nats). With KL(q‖p) = 0 luck is 0: right for a deterministic game, a dead CVAE in another."""
 
 
 def read_baseline(path, games):
