@@ -165,19 +165,19 @@ def read_curve(path, total):
     try:
         header, *lines = path.read_text().splitlines()
         names = header.split(",")
-        averaged = [name for name in LATE if name in names]
-        where = [names.index(name) for name in (*COLUMNS, *averaged)]
+        where = [names.index(name) for name in COLUMNS]
     except (OSError, ValueError):
         raise ValueError("curve.csv is missing, empty or not what the scripts write") from None
     if not lines or any(line.count(",") != header.count(",") for line in lines):
         raise ValueError("curve.csv has no lines or incomplete ones")
     if any("nan" in line or "inf" in line for line in lines):
         raise ValueError("curve.csv has values that are NaN or infinite: the run diverged")
+    last = max(where) + 1  # most columns come after those that are needed
     try:
-        table = [[float(row[i] or "nan") for i in where] for row in (line.split(",") for line in lines)]
+        table = [[float(row[i] or "nan") for i in where] for row in (line.split(",", last) for line in lines)]
     except ValueError as error:
         raise ValueError(f"curve.csv cannot be read ({error})") from None
-    frames, returns, episodes, reward, critic, speed, *late = np.array(table).T
+    frames, returns, episodes, reward, critic, speed = np.array(table).T
     span = np.diff(frames, prepend=0)
     if not (span > 0).all() or frames[-1] < total:
         raise ValueError(f"curve.csv does not lead to the run's {total:,} frames")
@@ -189,9 +189,10 @@ def read_curve(path, total):
         means = np.divide(sums, weight, out=np.full(BINS, np.nan), where=weight > 0)
         curve.append(means[np.maximum.accumulate(np.where(weight > 0, np.arange(BINS), 0))])
     details = {"minutes": (span / np.maximum(speed, 0.05)).sum() / 60}  # curve.csv rounds the speed to tenths
-    for name, values in zip(averaged, late, strict=True):
-        known = values[(frames > 0.9 * total) & np.isfinite(values)]
-        details[name] = known.mean() if len(known) else np.nan
+    late = [dict(zip(names, lines[i].split(","), strict=True)) for i in np.flatnonzero(frames > 0.9 * total)]
+    for name in LATE:
+        values = [float(row[name]) for row in late if row.get(name)]
+        details[name] = np.mean(values) if values else np.nan
     return np.stack(curve), details
 
 
