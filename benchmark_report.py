@@ -373,7 +373,8 @@ def figures_of(group, baseline):
     ablated = [script_of(method) for method, _ in group.columns.values() if method != script_of(method)]
     both = [column for column, (method, _) in group.columns.items() if script_of(method) in ablated]
     if both:
-        rows = [[compared_panel(group, "", both, [game], ns, which) for game in games] for which in (RETURN, CRITIC)]
+        compared = sorted({game for column, game, _ in group.cells if column not in columns}) or games
+        rows = [[compared_panel(group, "", both, [game], ns, which) for game in compared] for which in (RETURN, CRITIC)]
         figures["target_comparison"] = rows
     return figures
 
