@@ -470,7 +470,7 @@ def finish(fig, path, note):
     for ax in fig.axes:
         entries |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     fig.supxlabel(note, fontsize=9, color="0.3")
-    columns = int(fig.get_figwidth() / 2.1)
+    columns = max(1, int(fig.get_figwidth() / (0.7 + 0.07 * max(map(len, entries), default=0))))  # inches
     fig.legend(entries.values(), entries.keys(), loc="outside upper center", ncols=columns, frameon=False)
     fig.savefig(path, dpi=110)
 
