@@ -205,7 +205,7 @@ for index in ${args[@]+"${!args[@]}"}; do
         --small) SMALL=1 ;;
         --total-timesteps) FRAMES=${args[index + 1]-} ;;
         --total-timesteps=*) FRAMES=${args[index]#*=} ;;
-        --env-id* | --n | --n=* | --seed* | --run-name* | --exp-name* | --resume | --no-target-network | --evaluate*)
+        --env-id* | --n | --n=* | --seed* | --run-name* | --runs-dir* | --exp-name* | --resume | --no-target-network | --evaluate*)
             die 2 "ARGS: ${args[index]} is benchmark.sh's to set; METHODS, ENVS, NS, SEEDS and RUNS say which runs there are"
             ;;
     esac
@@ -269,8 +269,8 @@ for method in ${methods[@]+"${methods[@]}"}; do
                 [ -z "${command_of[$name]-}" ] || continue
                 names+=("$name") seconds_of[$name]=$seconds megabytes_of[$name]=$megabytes
                 # With the default RUNS no path of this machine enters the run's args.json.
-                if [ "$RUNS" = "$ROOT/runs" ]; then run_name=$name; else run_name=$RUNS/$name; fi
-                command=(python "$script.py" --env-id "$env" --n "$n" --seed "$seed" --run-name "$run_name" --resume)
+                command=(python "$script.py" --env-id "$env" --n "$n" --seed "$seed" --run-name "$name" --resume)
+                [ "$RUNS" = "$ROOT/runs" ] || command+=(--runs-dir "$RUNS")
                 command+=(${flags[@]+"${flags[@]}"} ${args[@]+"${args[@]}"})
                 printf -v "command_of[$name]" '%q ' "${command[@]}"
                 command_of[$name]=${command_of[$name]% }
@@ -434,7 +434,7 @@ if [ -n "$SLURM" ]; then
 fi
 
 # -------------------------------------------------------------------------------------------------------- this machine
-look_around() { # scripts: checks ARGS for each, prints the number of GPUs, and without any the hours of a run of each
+look_around() { # scripts: checks ARGS for each, prints the number of GPUs
     python -B - "$SMALL" "$@" -- ${args[@]+"${args[@]}"} <<'END'
 import importlib
 import sys
@@ -447,10 +447,7 @@ print(torch.cuda.device_count())
 for name in scripts:
     script = importlib.import_module(name)
     sys.argv = [name, *args]
-    parsed = script.parse_args()
-    script.check_args(parsed)
-    if not torch.cuda.device_count() and not parsed.small:
-        print(name, round(3600 * script.estimate_hours(parsed, torch.device("cpu"))))
+    script.parse_args()
 END
 }
 
@@ -473,16 +470,7 @@ run_here() {
     if [ -n "$SMALL" ] || [ "$gpus" -gt 0 ]; then
         say "$WORKERS at a time, $OMP_NUM_THREADS CPU threads each: about $(hours $((seconds / WORKERS))) hours"
     else
-        declare -A hours_of
-        seconds=0
-        while read -r script line; do hours_of[$script]=$line; done < <(tail -n +2 <<<"$report")
-        for name in "${todo[@]}"; do
-            script=${command_of[$name]#python }
-            seconds_of[$name]=${hours_of[${script%%.py*}]-0}
-            seconds=$((seconds + ${seconds_of[$name]}))
-        done
-        say "WARNING: no GPU, and these are not --small runs. $WORKERS at a time, $OMP_NUM_THREADS CPU threads each, they take \
-about $(hours $((seconds / WORKERS))) hours on this machine."
+        say "WARNING: no GPU, and these are not --small runs: each takes days or months on this machine."
     fi
     if [ -n "$DRY_RUN" ]; then
         printf 'cd %q\n' "$ROOT"

@@ -64,13 +64,14 @@ PAPER = {
 }
 
 # Arguments that change no result; all others are settings. `target_network` is part of the method.
-NOT_SETTINGS = "env_id n seed target_network small exp_name run_name evaluate resume checkpoint_interval".split()
-NOT_SETTINGS += "cuda torch_deterministic compile track wandb_project_name wandb_entity".split()
-OWN_SETTINGS = dict(latent_size=16, cvae_channels=128, cvae_learning_rate=2.5e-4, ent_coef=1e-4, decode_every=1)
-OWN_SETTINGS |= dict(bf16=False)
+NOT_SETTINGS = "env_id n seed target_network small exp_name runs_dir run_name evaluate resume".split()
+NOT_SETTINGS += "checkpoint_interval cuda torch_deterministic compile track wandb_project_name wandb_entity".split()
+OWN_SETTINGS = dict(latent_size=16, cvae_channels=128, ent_coef=1e-4, decode_latents=16, bf16=False)
+OWN_SETTINGS |= dict(cvae_learning_rate=2.5e-4, decode_every=1)  # of older versions
 PAPER_SETTINGS = dict(total_timesteps=10_000_000, num_envs=128, max_episode_frames=108_000, buffer_size=1_000_000)
 PAPER_SETTINGS |= dict(batch_size=1024, learning_starts=25_000, steps_per_update=32, learning_rate=2.5e-4, gamma=0.99)
 PAPER_SETTINGS |= dict(tau=0.999, kl_coef=3.0, channels=128, hidden=1024, eval_episodes=100) | OWN_SETTINGS
+PAPER_SETTINGS |= dict(sticky_action_prob=0.0, difficulty_ramping=False)
 PAPER_GRID = [name for name in METHODS if name != "dae_no_target"], GAMES, (8, 16, 32), range(1, 21)
 
 COLUMNS = ("frames", "charts/episodic_return", "charts/episodes", "charts/reward_per_frame", "losses/critic")

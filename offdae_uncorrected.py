@@ -1,9 +1,8 @@
-"""Uncorrected: regress Q on n-step returns as they are, in a simple off-policy actor-critic on MinAtar.
+"""Uncorrected: regress V + A on n-step returns as they are, in a simple off-policy actor-critic on MinAtar.
 
-One of four scripts for *Skill or Luck? Return Decomposition via Advantage Functions* (Pan & Schölkopf, ICLR 2024).
-They differ in `critic_loss`; names in backquotes such as Eq. `hierarchy` are labels in the paper's LaTeX source.
-Uncorrected takes neither the effect of later actions nor that of chance out of the return. It keeps the advantage of
-the first action, without which there would be nothing to improve the policy with.
+One of four scripts for *Skill or Luck? Return Decomposition via Advantage Functions* (Pan & Schölkopf, ICLR 2024) that
+differ in `critic_loss`; names such as Eq. `hierarchy` are labels in the paper's source. Uncorrected ignores that other
+policies chose all actions but the first: the longer the backup, the more the old policies bias it.
 
     python offdae_uncorrected.py --env-id asterix --n 8 --small
 """
@@ -11,20 +10,23 @@ the first action, without which there would be nothing to improve the policy wit
 import copy
 import fcntl
 import hashlib
-import io
+import importlib.metadata
 import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
-from importlib.metadata import version
+import zipfile
+from collections import namedtuple
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # importing MinAtar would swallow a Ctrl-C
 
 import minatar
 import numpy as np
@@ -34,21 +36,30 @@ from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-SCRIPT = Path(__file__).stem
+FILE, METHOD = Path(__file__).resolve(), __doc__.split(":")[0]
+SCRIPT, SHA256 = FILE.stem, hashlib.sha256(FILE.read_bytes()).hexdigest()
 GAMES = ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
-LOG_POINTS = 500
-FAILED, REFUSED, LOCKED, INTERRUPTED = 1, 2, 3, 75  # exit statuses; interrupted: --resume goes on from the checkpoint
+LOG_POINTS, INF = 500, float("inf")
+LOGGED = ("critic", "actor", "kl", "entropy", "value", "advantage_std")
+CHARTS = ("episodic_return", "episodic_length", "episodes", "reward_per_frame", "SPS", "learning_rate")
+TAGS = [*(f"charts/{name}" for name in CHARTS), *(f"losses/{name}" for name in LOGGED)]
+FAILED, REFUSED, LOCKED, INTERRUPTED = 1, 2, 3, 75  # exit statuses; interrupted: --resume continues
+BAR = dict(unit_scale=True, miniters=1, delay=1e-3)  # progress: a bar on a terminal, otherwise a line every 10 seconds
+BAR |= {} if sys.stderr.isatty() else dict(mininterval=10, bar_format="{percentage:3.0f}%{r_bar}\n")
+signals = []  # those that asked the run to stop
 
 
 # ------------------------------------------------------------------------------------------------------ arguments
 @dataclass
 class Args:
-    env_id: str = "asterix"  # the game: asterix, breakout, freeway, seaquest or space_invaders
+    env_id: Literal[GAMES] = "asterix"  # the game
     n: int = 8  # backup length, the transitions of a stored segment (the paper: 8, 16 and 32)
     seed: int = 1  # seed of the games, the networks and all sampling
-    small: bool = False  # CPU-size defaults: a smaller network, smaller batches, fewer frames
+    small: bool = False  # CPU-size defaults: a smaller network, smaller batches, fewer updates
     total_timesteps: int = 10_000_000  # frames of the run, all games together
     num_envs: int = 128  # games played at once
+    sticky_action_prob: float = 0.0  # probability that a game repeats the last action (MinAtar's own default: 0.1)
+    difficulty_ramping: bool = False  # let the games become harder over time (MinAtar's own default: yes)
     max_episode_frames: int = 108_000  # time limit of an episode, a truncation and not a terminal state
     buffer_size: int = 1_000_000  # frames kept in replay
     batch_size: int = 1024  # frames in the batch of one update
@@ -62,20 +73,25 @@ class Args:
     hidden: int = 1024  # units of the hidden layer
     eval_episodes: int = 100  # episodes of the evaluation at the end, one per game
     cuda: bool = True  # use a GPU if there is one
-    torch_deterministic: bool = True  # ask cuDNN for deterministic algorithms
     compile: bool = False  # compile the losses; on a GPU with CUDA graphs
     exp_name: str = SCRIPT  # name of the experiment
-    run_name: str = ""  # name of the directory in runs/, by default of game, experiment, n, seed and time
-    resume: bool = False  # go on from the checkpoint of --run-name, if there is one; start if not
+    runs_dir: str = "runs"  # directory of the runs
+    run_name: str = ""  # name of this run's directory there, by default of game, experiment, n, seed and time
+    resume: bool = False  # continue the run --run-name with its own arguments; start it if it is new
     checkpoint_interval: float = 1800  # seconds between checkpoints, 0 for none
-    evaluate: str = ""  # directory of a finished run: play its model again, print the score, change nothing
-    track: bool = False  # log to Weights & Biases too
-    wandb_project_name: str = "offdae"  # project there
-    wandb_entity: str | None = None  # entity (team) there
+    evaluate: str = ""  # directory or model of a finished run: play it again, print the score, change nothing
+    track: bool = False  # log to Weights & Biases too; WANDB_PROJECT and WANDB_ENTITY say where
+
+    def updates(self, frames):  # due after so many frames, none before the first segments of n transitions are stored
+        return max(0, frames - max(self.learning_starts, self.num_envs * self.n)) // self.steps_per_update
 
 
 SMALL = dict(total_timesteps=600_000, batch_size=256, learning_starts=10_000, steps_per_update=64)
 SMALL |= dict(learning_rate=1e-3, tau=0.99, channels=16, hidden=128)
+BOUNDS = dict(gamma=(0, 1), tau=(0, 1), sticky_action_prob=(0, 1), learning_rate=(1e-9, INF))  # others: (1, INF)
+BOUNDS |= dict.fromkeys(["seed", "learning_starts", "kl_coef", "checkpoint_interval"], (0, INF))
+RESUME_MAY_DIFFER = {"resume", "runs_dir", "run_name", "checkpoint_interval", "cuda", "track"}
+EVALUATE_MAY_DIFFER = {"evaluate", "seed", "eval_episodes", "max_episode_frames", "cuda"}
 
 
 def stop(message, status=REFUSED):
@@ -84,45 +100,36 @@ def stop(message, status=REFUSED):
 
 
 def parse_args():
-    """Defaults are the paper's, those of `--small` or those of the run to `--evaluate`; a flag that is typed wins."""
-    args, unknown = tyro.cli(Args, return_unknown_args=True)
-    if unknown:
-        stop(f"unknown argument {unknown[0]}: --help lists those there are")
-    if args.evaluate:
-        saved = Args(**load(Path(args.evaluate) / "model.pt")["args"])
-        args = tyro.cli(Args, default=saved)
-        free = ("evaluate", "seed", "eval_episodes", "max_episode_frames", "cuda")
-        if args != replace(saved, **{name: getattr(args, name) for name in free}):
-            stop("--evaluate goes only with --seed, --eval-episodes, --max-episode-frames and --no-cuda")
-    elif args.small:
-        args = tyro.cli(Args, default=Args(**SMALL))
-    return args
-
-
-def check_args(args):
-    """Refuse what cannot run, before anything is written."""
+    """Defaults are the paper's, those of `--small`, or those saved with the run to resume or evaluate; flags win."""
+    args = tyro.cli(Args, default=Args(**SMALL) if "--small" in sys.argv else Args(), description=__doc__)
+    path, saved = Path(args.evaluate or Path(args.runs_dir, args.run_name)), {}
+    if path.is_dir():
+        path /= "checkpoint.pt" if (path / "checkpoint.pt").exists() and not args.evaluate else "model.pt"
+    if args.evaluate or (args.resume and path.is_file()):
+        saved = read(path, "cuda" if args.cuda and torch.cuda.is_available() else "cpu")
+        args = tyro.cli(Args, default=Args(**saved["args"]))
+        for name in saved["args"].keys() - (EVALUATE_MAY_DIFFER if args.evaluate else RESUME_MAY_DIFFER):
+            if saved["args"][name] != (value := getattr(args, name)):
+                stop(f"{path} was saved with --{name.replace('_', '-')} {saved['args'][name]}, not {value}")
+    bounds = BOUNDS | dict(n=(1, min(args.batch_size, args.max_episode_frames) + 1))
+    bounds |= dict(buffer_size=(args.batch_size + args.num_envs * args.n, INF))
+    for name, value in asdict(args).items():
+        low, high = bounds.get(name, (1, INF))
+        if type(value) in (int, float) and not low <= value < high:
+            stop(f"--{name.replace('_', '-')} {value}: must be at least {low} and less than {high}")
     if args.resume and not args.run_name:
-        stop("--resume: needs the --run-name of the run to go on with")
-    if args.env_id not in GAMES:
-        stop(f"--env-id {args.env_id}: no such game, choose from {', '.join(GAMES)}")
-    for field in fields(args):
-        flag, value = "--" + field.name.replace("_", "-"), getattr(args, field.name)
-        if field.name in ("gamma", "tau") and not 0 <= value < 1:
-            stop(f"{flag} {value}: must be at least 0 and less than 1")
-        if field.name.endswith(("seed", "starts", "coef", "interval")) and not 0 <= value < float("inf"):
-            stop(f"{flag} {value}: must be at least 0 and finite")
-        elif field.type is int and value < 1 and field.name not in ("seed", "learning_starts"):
-            stop(f"{flag} {value}: must be at least 1")
-        elif field.name.endswith("learning_rate") and not 0 < value < float("inf"):
-            stop(f"{flag} {value}: must be positive and finite")
-    if args.n > min(args.batch_size, args.max_episode_frames):
-        stop(f"--n {args.n}: must be at most batch-size {args.batch_size} and max-episode-frames")
-    least = args.batch_size + args.num_envs * args.n
-    if args.buffer_size < least:
-        stop(f"--buffer-size {args.buffer_size}: must be at least batch-size + num-envs * n = {least}")
+        stop("--resume: needs the --run-name of the run to continue")
+    args.run_name = args.run_name or f"{args.env_id}__{args.exp_name}__n{args.n}__{args.seed}__{int(time.time())}"
+    if Path(args.run_name).is_absolute() or ".." in Path(args.run_name).parts or not args.run_name.isprintable():
+        stop(f"--run-name {args.run_name!r}: must be a plain name, --runs-dir says where the runs are")
+    return args, saved
 
 
 # --------------------------------------------------------------------------------------------------- environments
+# one step of each game; `next_states` are those before any reset; arrays [N, ...]
+Transitions = namedtuple("Transitions", "states actions rewards next_states terminal truncated")
+
+
 def pack(observations):
     """Boolean observations [10, 10, C] to channel-first bits, 8 in a byte. [N, bytes]"""
     stacked = np.concatenate(observations).reshape(len(observations), 10, 10, -1)
@@ -136,37 +143,23 @@ def unpack(packed, channels):
     return bits.flatten(1)[:, : channels * 100].unflatten(1, (channels, 10, 10)).to(torch.get_default_dtype())
 
 
-class Transitions(NamedTuple):
-    """One step of each game; an observation after a reset is never a next state. [N, ...]"""
-
-    states: np.ndarray
-    actions: np.ndarray
-    rewards: np.ndarray
-    next_states: np.ndarray
-    terminal: np.ndarray
-    truncated: np.ndarray
-
-
 class Games:
     """MinAtar games stepped together. `states` holds the packed observations to act on."""
 
     def __init__(self, args, seeds):
-        self.games = [minatar.Environment(args.env_id, sticky_action_prob=0.0, difficulty_ramping=False) for _ in seeds]
+        self.games = [minatar.Environment(args.env_id, args.sticky_action_prob, args.difficulty_ramping) for _ in seeds]
         for game, seed in zip(self.games, seeds, strict=True):
             game.seed(seed.generate_state(8))
             game.reset()  # the constructor's own reset drew from an unseeded generator
-        self.channels = self.games[0].n_channels
-        self.action_set = self.games[0].minimal_action_set()
+        self.channels, self.action_set = self.games[0].n_channels, self.games[0].minimal_action_set()
         self.max_episode_frames = args.max_episode_frames
         self.states = pack([game.state() for game in self.games])
         self.returns, self.lengths = np.zeros(len(seeds)), np.zeros(len(seeds), dtype=np.int64)
         self.finished = []  # (return, length, truncated) of each episode that ended
 
     def step(self, actions):
-        outcomes, observations = [], []
-        for game, action in zip(self.games, actions.tolist(), strict=True):
-            outcomes.append(game.act(self.action_set[action]))
-            observations.append(game.state())
+        outcomes = [game.act(self.action_set[a]) for game, a in zip(self.games, actions.tolist(), strict=True)]
+        observations = [game.state() for game in self.games]
         rewards, terminal = (np.array(column) for column in zip(*outcomes, strict=True))
         self.returns += rewards
         self.lengths += 1
@@ -197,74 +190,68 @@ class Batch(NamedTuple):
     actions: torch.Tensor  # [F]
     rewards: torch.Tensor  # [F]
     remaining: torch.Tensor  # [F] L - i, the steps to the end of frame i's segment: 1 at its last frame
-    discounts: torch.Tensor  # [F, F] gamma^(j - i) if frame j >= i is in the same segment, else 0
+    discounts: torch.Tensor  # [F, F] gamma^(j - i) in a segment, else 0: `discounts @ x` sums x to the segment's end
     end_states: torch.Tensor  # [K, C, 10, 10] s_L of the segments that do not end in a terminal state
     end_slot: torch.Tensor  # [F] where end_states has the s_L of the frame's segment ...
     end_terminal: torch.Tensor  # [F] ... unless that segment ends in a terminal state
 
 
 class Replay:
-    """Segments of n transitions, or fewer up to a terminal state (Alg. `actorcritic`), in a ring of frames on the
-    device. A second ring holds start and length of each segment. The oldest segments leave first."""
+    """Segments of n transitions, or fewer up to a terminal state (Alg. `actorcritic`), laid end to end in a ring of
+    frames on the device that grows up to `buffer_size`. The oldest segments leave first."""
 
     def __init__(self, args, channels, device):
-        self.args, self.channels, self.device = args, channels, device
-        shape, size = (args.num_envs, args.n), (channels * 100 + 7) // 8
+        self.n, self.batch_size, self.capacity, self.gamma = args.n, args.batch_size, args.buffer_size, args.gamma
+        self.channels, size = channels, (channels * 100 + 7) // 8
+        frame = dict(states=("u1", size), next_states=("u1", size), actions=("u1",), rewards=("f4",), terminal=("?",))
+        self.stage = {name: np.zeros((args.num_envs, args.n, *shape), dtype) for name, (dtype, *shape) in frame.items()}
         self.staged = np.zeros(args.num_envs, dtype=np.int64)
-        self.stage = dict(
-            states=np.zeros((*shape, size), dtype=np.uint8),
-            next_states=np.zeros((*shape, size), dtype=np.uint8),
-            actions=np.zeros(shape, dtype=np.uint8),
-            rewards=np.zeros(shape, dtype=np.float32),
-            terminal=np.zeros(shape, dtype=bool),
-        )
-        rings = {name: np.zeros((args.buffer_size, *x.shape[2:]), dtype=x.dtype) for name, x in self.stage.items()}
-        self.ring = {name: self.to_device(ring) for name, ring in rings.items()}
-        self.host_segments = np.zeros((args.buffer_size, 2), dtype=np.int32)
-        self.segments = self.to_device(self.host_segments.copy())
-        self.oldest = self.newest = 0  # segments oldest .. newest - 1 are stored
-        self.frames = self.position = 0  # frames stored, and where the next one goes
+        frame["segments"] = ("i8", 2)  # start and length; segments oldest .. newest - 1 are stored
+        rings = {name: np.zeros((1, *shape), dtype) for name, (dtype, *shape) in frame.items()}
+        self.ring = {name: torch.from_numpy(ring).to(device) for name, ring in rings.items()}
+        self.lengths = []  # of all segments so far
+        self.oldest = self.newest = self.frames = self.position = 0  # frames stored, and where the next one goes
 
     def to_device(self, array):
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return torch.from_numpy(array).to(self.ring["segments"].device, non_blocking=True)
 
     def add(self, transitions):
         """Stage one transition of each game, then store the segments that it completes."""
         for name, stage in self.stage.items():
             stage[np.arange(len(stage)), self.staged] = getattr(transitions, name)
         self.staged += 1
-        complete = transitions.terminal | (self.staged == self.args.n)
+        complete = transitions.terminal | (self.staged == self.n)
         if complete.any():
             self.store(complete)
         self.staged[complete | transitions.truncated] = 0
 
     def store(self, complete):
-        capacity, lengths = self.args.buffer_size, self.staged[complete]
-        total, space = int(lengths.sum()), capacity - self.position
+        lengths, capacity = self.staged[complete], self.capacity
+        total = int(lengths.sum())
         while self.frames + total > capacity:
-            self.frames -= int(self.host_segments[self.oldest % capacity, 1])
+            self.frames -= self.lengths[self.oldest]
             self.oldest += 1
-        game, step = np.nonzero(complete[:, None] & (np.arange(self.args.n) < self.staged[:, None]))
-        for name, ring in self.ring.items():
-            frames = self.to_device(self.stage[name][game, step])
-            ring[self.position : self.position + total] = frames[:space]
-            if total > space:
-                ring[: total - space] = frames[space:]
-        rows = (self.newest + np.arange(len(lengths))) % capacity
+        while len(self.ring["terminal"]) < min(self.position + total, capacity):
+            self.ring = {name: torch.cat([ring, ring])[:capacity] for name, ring in self.ring.items()}
+        game, step = np.nonzero(complete[:, None] & (np.arange(self.n) < self.staged[:, None]))
+        where = self.to_device((self.position + np.arange(total)) % capacity)
+        for name, stage in self.stage.items():
+            self.ring[name][where] = self.to_device(stage[game, step])
+        rows = self.to_device((self.newest + np.arange(len(lengths))) % capacity)
         starts = (self.position + lengths.cumsum() - lengths) % capacity
-        self.host_segments[rows] = np.stack([starts, lengths], axis=1)
-        self.segments[self.to_device(rows)] = self.to_device(self.host_segments[rows])
+        self.ring["segments"][rows] = self.to_device(np.stack([starts, lengths], axis=1))
+        self.lengths += lengths.tolist()
         self.newest += len(lengths)
         self.frames += total
         self.position = (self.position + total) % capacity
 
     def sample(self):
         """Choose segments uniformly until F frames are reached; of the last one only the tail is kept."""
-        capacity, F, K = self.args.buffer_size, self.args.batch_size, -(-self.args.batch_size // self.args.n)
-        chosen = torch.randint(self.oldest, self.newest, (F,), device=self.device) % capacity
-        starts, lengths = self.segments[chosen].long().unbind(1)
+        capacity, F, K = self.capacity, self.batch_size, -(-self.batch_size // self.n)
+        frame = torch.arange(F, device=self.ring["segments"].device)
+        chosen = torch.randint(self.oldest, self.newest, (F,), device=frame.device) % capacity
+        starts, lengths = self.ring["segments"][chosen].unbind(1)
         ends = lengths.cumsum(0)
-        frame = torch.arange(F, device=self.device)
         segment = torch.searchsorted(ends, frame, right=True)  # [F] which of the chosen ones the frame belongs to
         remaining = ends[segment].clamp(max=F) - frame
         after_end = (starts + lengths)[segment]
@@ -272,15 +259,14 @@ class Replay:
         end_terminal = self.ring["terminal"][(after_end - 1) % capacity]
         bootstraps = ((remaining == 1) & ~end_terminal).long()
         count = bootstraps.cumsum(0)
-        end_frame = torch.searchsorted(count, torch.arange(1, K + 1, device=self.device)).clamp(max=F - 1)  # [K]
-        steps = frame - frame[:, None]
-        same_segment = segment == segment[:, None]
+        end_frame = torch.searchsorted(count, torch.arange(1, K + 1, device=frame.device)).clamp(max=F - 1)  # [K]
+        steps, same_segment = frame - frame[:, None], segment == segment[:, None]
         return Batch(
             states=unpack(self.ring["states"][where], self.channels),
             actions=self.ring["actions"][where].long(),
             rewards=self.ring["rewards"][where],
             remaining=remaining,
-            discounts=torch.where(same_segment & (steps >= 0), self.args.gamma ** steps.clamp(min=0), 0.0),
+            discounts=torch.where(same_segment & (steps >= 0), self.gamma ** steps.clamp(min=0), 0.0),
             end_states=unpack(self.ring["next_states"][where[end_frame]], self.channels),
             end_slot=(count - bootstraps).clamp(max=K - 1),
             end_terminal=end_terminal,
@@ -288,10 +274,7 @@ class Replay:
 
 
 # -------------------------------------------------------------------------------------------------------- network
-class Output(NamedTuple):
-    value: torch.Tensor  # [F]
-    advantage: torch.Tensor  # [F, |A|]
-    log_policy: torch.Tensor  # [F, |A|]
+Output = namedtuple("Output", "value advantage log_policy")  # [F], [F, |A|], [F, |A|]
 
 
 class Network(nn.Module):
@@ -303,8 +286,7 @@ class Network(nn.Module):
         self.convolutions = nn.Sequential(first, nn.ReLU(True), second, nn.ReLU(True), nn.Flatten())
         self.hidden = nn.Sequential(nn.Linear(args.channels * 6 * 6, args.hidden), nn.ReLU(True))
         self.value = nn.Linear(args.hidden, 1)
-        self.advantage = nn.Linear(args.hidden, num_actions)
-        self.policy = nn.Linear(args.hidden, num_actions)
+        self.advantage, self.policy = nn.Linear(args.hidden, num_actions), nn.Linear(args.hidden, num_actions)
 
     def forward(self, states):
         features = self.hidden(self.convolutions(states))
@@ -322,8 +304,7 @@ class Agent:
         self.network = Network(args, games.channels, len(games.action_set))
         self.network.to(device, memory_format=torch.channels_last)
         self.target_network = copy.deepcopy(self.network).requires_grad_(False)
-        self.learning_rate = torch.tensor(args.learning_rate, device=device)
-        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=self.learning_rate, eps=1e-4, fused=True)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=args.learning_rate, eps=1e-4, fused=True)
 
 
 # --------------------------------------------------------------------------------------------------------- losses
@@ -359,11 +340,8 @@ def actor_loss(args, online, target):
     return -skill + args.kl_coef * kl, kl, advantage_std
 
 
-LOSSES = ("critic", "actor", "kl", "entropy", "value", "advantage_std")
-
-
-def losses(args, agent, batch):
-    """The loss to minimise, and the values of LOSSES to log."""
+def compute_losses(args, agent, batch):
+    """The loss to minimise, and the values of LOGGED."""
     online, target = agent.network(batch.states), agent.target_network(batch.states)
     online = online._replace(advantage=centred(online.advantage, target.log_policy.exp()))
     target = target._replace(advantage=centred(target.advantage, target.log_policy.exp()))
@@ -374,9 +352,9 @@ def losses(args, agent, batch):
     return loss, torch.stack(logged).detach()
 
 
-def update(args, agent, replay, losses=losses):
-    """One step of Alg. `actorcritic`. Nothing here waits for the device."""
-    loss, logged = losses(args, agent, replay.sample())
+def update(args, agent, replay, compute_losses=compute_losses):
+    """One step of Alg. `actorcritic`. No GPU synchronisation."""
+    loss, logged = compute_losses(args, agent, replay.sample())
     agent.optimizer.zero_grad()
     loss.backward()
     agent.optimizer.step()
@@ -390,25 +368,8 @@ def update(args, agent, replay, losses=losses):
 def act(network, games, device, generator=None):
     """Sample an action for each game from the policy. [N]"""
     states = torch.from_numpy(games.states).to(device, non_blocking=True)
-    policy = network(unpack(states, games.channels)).log_policy.exp()
-    policy = policy.nan_to_num(1.0)  # so that it is `check_finite` that stops the run, and says why
+    policy = network(unpack(states, games.channels)).log_policy.exp().nan_to_num(1.0)  # of NaN: the run will stop
     return torch.multinomial(policy, 1, generator=generator).squeeze(1).cpu().numpy()
-
-
-class Progress:
-    """A bar with the time left, or plain lines if the output is not a terminal."""
-
-    def __init__(self, total, unit, done=0):
-        self.bar = tqdm(total=total, initial=done, unit=" " + unit, unit_scale=True, disable=None, dynamic_ncols=True)
-        self.total, self.unit, self.first, self.start, self.last = total, unit, done, time.time(), time.time()
-
-    def update(self, done, note):
-        self.bar.set_postfix_str(note, refresh=False)
-        self.bar.update(done - self.bar.n)
-        now = time.time()
-        if self.bar.disable and (now - self.last > 10 or done == self.total):
-            self.last, minutes = now, (now - self.start) / 60 * (self.total - done) / max(1, done - self.first)
-            print(f"{done:,} of {self.total:,} {self.unit}, {note}, about {minutes:.1f} minutes left", flush=True)
 
 
 def spawn_seeds(args):
@@ -418,31 +379,33 @@ def spawn_seeds(args):
 
 
 def evaluate(args, network, device):
-    """Undiscounted returns of one episode in each of `eval_episodes` games, with seeds of their own. The first episodes
-    to finish in a running pool would be the short ones."""
+    """Undiscounted returns of one episode in each of `eval_episodes` games: the first to finish would be short ones."""
     sampler_seed, *game_seeds = spawn_seeds(args)[1].spawn(1 + args.eval_episodes)
     generator = torch.Generator(device).manual_seed(int(sampler_seed.generate_state(1)[0]))
-    games, progress = Games(args, game_seeds), Progress(args.eval_episodes, "episodes")
-    start, frames = time.time(), 0
-    while games.games:
-        frames += len(games.games)
-        transitions = games.step(act(network, games, device, generator))
-        games.keep(~(transitions.terminal | transitions.truncated))
-        progress.update(len(games.finished), f"evaluation, {frames:,} frames")
-    progress.bar.close()
+    games, start, frames = Games(args, game_seeds), time.time(), 0
+    with tqdm(total=args.eval_episodes, unit=" episodes", **BAR) as bar:
+        while games.games and not signals:
+            frames += len(games.games)
+            transitions = games.step(act(network, games, device, generator))
+            games.keep(~(transitions.terminal | transitions.truncated))
+            bar.set_postfix_str(f"evaluation, {frames:,} frames", refresh=False)
+            bar.update(len(games.finished) - bar.n)
+    if signals:
+        return None
     returns, lengths, truncated = zip(*games.finished, strict=True)
     score = dict(mean=np.mean(returns).item(), stderr=np.std(returns).item() / max(1, len(returns) - 1) ** 0.5)
-    episodes = dict(returns=returns, lengths=lengths, truncated=truncated)
-    return score | dict(frames=frames, seconds=round(time.time() - start, 3)) | episodes
+    print(f"return {score['mean']:.2f} ± {score['stderr']:.2f}, {args.eval_episodes} episodes", flush=True)
+    score |= dict(frames=frames, seconds=time.time() - start)
+    return score | dict(returns=returns, lengths=lengths, truncated=truncated)
 
 
 # ---------------------------------------------------------------------------------------------------------- files
-def write_whole(path, content):
-    """A kill at any instant leaves the old file or the new one, whole; an error leaves the old one."""
+def write_atomically(path, content):
+    """Text, or a dict for `torch.load`. A kill or an error leaves the old file or the new one, whole."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(content)
+            torch.save(content, file) if isinstance(content, dict) else file.write(content.encode())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -450,289 +413,178 @@ def write_whole(path, content):
         temporary.unlink(missing_ok=True)
 
 
-def save(path, contents):
-    """A file for `torch.load`, with a checksum behind."""
-    buffer = io.BytesIO()
-    torch.save(contents, buffer)
-    buffer.write(hashlib.sha256(buffer.getbuffer()).digest())
-    write_whole(path, buffer.getbuffer())
-
-
-def load(path):
-    """What `save` wrote, whole and by this script. Loading never runs code from the file."""
-    if not path.is_file():
-        stop(f"{path}: no such file, name the directory of a finished run")
-    content = memoryview(path.read_bytes())
-    if hashlib.sha256(content[:-32]).digest() != content[-32:]:
-        stop(f"{path}: truncated, damaged or not of this project; it was left alone, restore it or move it away")
-    contents = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    if contents["script"] != SCRIPT:
-        stop(f"{path}: of a run of {contents['script']}.py, use that script")
-    return contents
-
-
-def save_model(directory, args, agent):
-    networks = {name: part.state_dict() for name, part in vars(agent).items() if isinstance(part, nn.Module)}
-    save(directory / "model.pt", dict(script=SCRIPT, args=asdict(args)) | networks)
-
-
-def save_args(directory, args, device):
-    """The arguments, and whatever else it takes to repeat the run."""
-    here = Path(__file__).resolve()
-    git = subprocess.run("git rev-parse --verify HEAD", shell=True, cwd=here.parent, capture_output=True, text=True)
-    origin = dict(args=asdict(args), command=shlex.join(["python", *sys.argv]), script=SCRIPT)
-    origin |= dict(sha256=hashlib.sha256(here.read_bytes()).hexdigest(), git_commit=git.stdout.strip() or None)
-    versions = dict(python=sys.version.split()[0]) | {name: version(name) for name in ("torch", "minatar", "numpy")}
-    device_name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    origin |= dict(versions=versions, device=device_name)
-    write_whole(directory / "args.json", (json.dumps(origin, indent=2) + "\n").encode())
-
-
-def save_curve(directory, writer, rows, new_rows):
-    charts = "episodic_return", "episodic_length", "episodes", "reward_per_frame", "SPS", "learning_rate"
-    tags = [*(f"charts/{name}" for name in charts), *(f"losses/{name}" for name in LOSSES)]
-    lines = [",".join(str(row.get(tag, "")) for tag in ["frames", *tags]) for row in rows]
+def read(path, device):
+    """A model or checkpoint of this script. No code in it is run: only these classes can be in a file."""
+    classes = [np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in "?BIlfd"), minatar.Environment]
+    classes += [np._core.multiarray._reconstruct, np._core.multiarray.scalar, np.random.MT19937, np.random.RandomState]
+    classes += [np.random._pickle.__randomstate_ctor, np.random._pickle.__bit_generator_ctor]
+    classes += [importlib.import_module(f"minatar.environments.{game}").Env for game in GAMES]
     try:
-        write_whole(directory / "curve.csv", "\n".join([",".join(["frames", *tags]), *lines, ""]).encode())
-        for row, tag in ((row, tag) for row in new_rows for tag in tags if tag in row):
-            writer.add_scalar(tag, row[tag], row["frames"])
-    except OSError as error:
-        tqdm.write(f"warning: curve not written, it will be with --resume: {error}")
+        with torch.serialization.safe_globals(classes):
+            saved = torch.load(path, map_location=device, weights_only=True)
+        script, fits = saved["script"], saved["args"].keys() <= asdict(Args()).keys()
+        intact = zipfile.ZipFile(path).testzip() is None  # the checksums are right
+    except Exception as error:  # a damaged file can make the readers raise anything
+        stop(f"{path} is missing, damaged or not of this project ({type(error).__name__}); nothing was changed")
+    if not (intact and fits and script == SCRIPT and saved.get("sha256", SHA256) == SHA256):
+        stop(f"{path} is damaged, or was saved by another version of {script}.py; nothing was changed")
+    return saved
 
 
-# ----------------------------------------------------------------------------------------------------- checkpoint
-def plain(x):
-    """The state of x in numbers, strings, lists, dicts and tensors, which load without running code."""
-    if isinstance(x, (np.random.RandomState, torch.Generator)):
-        x = x.get_state()
-    elif hasattr(x, "state_dict"):
-        x = x.state_dict()
-    elif hasattr(x, "__dict__") and not isinstance(x, torch.Tensor):
-        x = {name: value for name, value in vars(x).items() if name not in ("args", "device")}
-    if isinstance(x, dict):
-        return {name: plain(value) for name, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [plain(value) for value in x]
-    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x.item() if isinstance(x, np.generic) else x
-
-
-def restore(x, saved):
-    """The inverse of `plain`. Objects and tensors change in place: what shares a generator goes on sharing it."""
-    if isinstance(x, (np.random.RandomState, torch.Generator)):
-        x.set_state(saved)
-    elif hasattr(x, "load_state_dict"):
-        x.load_state_dict(saved)
-    elif isinstance(x, torch.Tensor):
-        x.copy_(saved)
-    elif hasattr(x, "__dict__"):
-        vars(x).update({name: restore(vars(x)[name], value) for name, value in saved.items()})
-    elif isinstance(x, dict):
-        return {name: restore(x[name], value) for name, value in saved.items()}
-    elif isinstance(x, list):
-        return [restore(old, new) for old, new in zip(x, saved, strict=False)] + saved[len(x) :]
-    else:
-        return saved.numpy() if isinstance(saved, torch.Tensor) else saved
-    return x
-
-
-def check_finite(directory, agent, log):
-    """Stop if a loss since the last point of the curve, or a weight, is not finite."""
-    values = {f"losses/{name}": loss for name, loss in zip(LOSSES, log.losses, strict=True)}
-    for part in [part for part in vars(agent) if isinstance(getattr(agent, part), nn.Module)]:
-        values |= {f"{part}.{name}": weights for name, weights in getattr(agent, part).state_dict().items()}
-    bad = [name for name, value in values.items() if not value.isfinite().all()]
-    if bad:
-        last = directory / "checkpoint.pt" if (directory / "checkpoint.pt").exists() else "none"
-        stop(f"{directory}: {bad[0]} is not finite at frame {log.frames:,}; last good checkpoint: {last}", FAILED)
-
-
-def save_checkpoint(directory, state):
-    """Only of a healthy run. A full disk is no reason to stop it."""
-    check_finite(directory, state["agent"], state["log"])
+def open_run(args, device, identity, new):
+    """The directory of the run with its args.json, and a lock for one writer at a time."""
+    directory = Path(args.runs_dir, args.run_name)
+    if directory.exists() and not args.resume:
+        stop(f"{directory} exists: choose another --run-name, or continue it with --resume")
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = open(directory / "lock", "a")
     try:
-        save(directory / "checkpoint.pt", plain(state))
-    except OSError as error:
-        tqdm.write(f"warning: no checkpoint at frame {state['log'].frames:,}: {error}")
-
-
-def check_same_run(path, args, origin):
-    """Refuse to go on with other arguments or another version of the script: it would not be the same run."""
-    free = ("run_name", "resume", "checkpoint_interval", "cuda", "track", "wandb_project_name", "wandb_entity")
-    for name, value in asdict(args).items():
-        if name not in free and origin["args"].get(name) != value:
-            stop(f"{path}: of a run with {name} {origin['args'].get(name)}, not {value}")
-    if origin["sha256"] != hashlib.sha256(Path(__file__).read_bytes()).hexdigest():
-        stop(f"{path}: of another version of {SCRIPT}.py (git commit {origin['git_commit']}), go on with that one")
-
-
-def lock(directory):
-    """One writer per run. The kernel frees the lock when the process ends, however it ends."""
-    file = open(directory / "lock", "a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it when the process ends, however it ends
     except BlockingIOError:
-        file.seek(0)
-        stop(f"{directory} is being written by {file.read()}", LOCKED)
-    file.truncate(0)
-    holder = f"host {socket.gethostname()}, pid {os.getpid()}, job {os.environ.get('SLURM_JOB_ID', 'none')}"
-    print(holder, end="", file=file, flush=True)
-    return file
+        stop(f"{directory} is being written by {(directory / 'lock').read_text()}", LOCKED)
+    (directory / "lock").write_text(f"pid {os.getpid()} on {os.uname().nodename}")
+    if new:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FILE.parent, capture_output=True, text=True)
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "minatar", "numpy")}
+        name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+        described = identity | dict(sha256=SHA256, git_commit=git.stdout.strip(), device=name, versions=versions)
+        described |= dict(python=sys.version.split()[0], command=shlex.join(["python", *sys.argv]))
+        write_atomically(directory / "args.json", json.dumps(described, indent=2) + "\n")
+    return directory, lock
 
 
-def on_signals(handler):
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, handler)
+def add_point(directory, writer, bar, agent, games, log):
+    """A point of the curve: means since the last one, for curve.csv and TensorBoard."""
+    totals, rate = (log.frames, log.updates, log.rewards, len(games.finished)), agent.optimizer.param_groups[0]["lr"]
+    frames, updates, rewards, episodes = (now - last for now, last in zip(totals, log.totals, strict=True))
+    returns, lengths, _ = np.mean(games.finished[-episodes:], axis=0) if episodes else ("", "", "")
+    speed = (log.frames - max(log.totals[0], bar.initial)) / (time.time() - max(log.time, bar.start_t))
+    losses = (log.sums / updates).tolist() if updates else [""] * len(LOGGED)
+    if updates and not np.isfinite(losses).all():
+        stop(f"{directory}: not finite at frame {log.frames:,}: {dict(zip(LOGGED, losses, strict=True))}", FAILED)
+    point = [returns, lengths, episodes, rewards / frames, round(speed, 1), rate, *losses]
+    log.curve.append(",".join(map(str, [log.frames, *point])))
+    log.totals, log.time = totals, time.time()
+    log.sums.zero_()
+    recent = np.mean([episode[0] for episode in games.finished[-100:]] or np.nan)
+    bar.set_postfix_str(f"return {recent:.2f}" if log.updates else "not learning yet", refresh=False)
+    try:
+        write_atomically(directory / "curve.csv", "\n".join([",".join(["frames", *TAGS]), *log.curve, ""]))
+        for tag, value in ((tag, value) for tag, value in zip(TAGS, point, strict=True) if value != ""):
+            writer.add_scalar(tag, value, log.frames)
+    except OSError as error:
+        tqdm.write(f"warning: curve not written at frame {log.frames:,}: {error}")
+
+
+def save_checkpoint(directory, identity, parts):
+    """Only of a healthy run. A full disk is no reason to stop it."""
+    if not all(weights.isfinite().all() for weights in parts["network"].parameters()):
+        stop(f"{directory}: weights not finite at frame {parts['log'].frames:,}, try a smaller --learning-rate", FAILED)
+    saved = {name: part.state_dict() if hasattr(part, "state_dict") else vars(part) for name, part in parts.items()}
+    random = torch.get_rng_state(), torch.cuda.get_rng_state_all()
+    try:
+        write_atomically(directory / "checkpoint.pt", identity | saved | dict(random=random, sha256=SHA256))
+    except OSError as error:
+        tqdm.write(f"warning: no checkpoint at frame {parts['log'].frames:,}: {error}")
 
 
 # ----------------------------------------------------------------------------------------------------------- main
-def updates_due(args, frames):
-    return max(0, frames - args.learning_starts) // args.steps_per_update
-
-
-def estimate_hours(args, device):
-    """Time the losses and their gradients on ever larger parts of a batch, and scale the last to the whole run."""
-    games = Games(args, spawn_seeds(args)[2])
-    replay, agent = Replay(args, games.channels, device), Agent(args, games, device)
-    for _ in range(args.n):
-        replay.add(games.step(np.zeros(args.num_envs, dtype=np.int64)))
-    frames, seconds = 4, 0.0
-    while seconds < 0.3 and frames < args.batch_size:
-        frames = min(2 * frames, args.batch_size)
-        replay.args = replace(args, batch_size=frames)
-        for _ in range(2):  # the first time warms up
-            start = time.time()
-            losses(args, agent, replay.sample())[0].backward()
-            seconds = time.time() - start
-    return seconds / frames * args.batch_size * updates_due(args, args.total_timesteps) / 3600
+def catch_signal(number, _):
+    """The loops look for it; a second Ctrl-C quits at once."""
+    signals.append(number)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.write(2, b"\nFinishing this step, then a checkpoint. Ctrl-C again quits now.\n")
 
 
 def main():
-    args = parse_args()
-    check_args(args)
+    args, saved = parse_args()
     device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    torch.backends.cudnn.deterministic = args.torch_deterministic
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.cudnn.deterministic = True
+    torch.set_float32_matmul_precision("high")
     torch_seed, _, game_seeds = spawn_seeds(args)
-    if args.evaluate:
-        agent = Agent(args, Games(args, game_seeds[:1]), device)
-        agent.network.load_state_dict(load(Path(args.evaluate) / "model.pt")["network"])
-        result = evaluate(args, agent.network, device)
-        print(f"{args.evaluate}: return {result['mean']:.2f} ± {result['stderr']:.2f}, {args.eval_episodes} episodes")
-        return
-
-    run_name = args.run_name or f"{args.env_id}__{args.exp_name}__n{args.n}__{args.seed}__{int(time.time())}"
-    directory = Path("runs") / run_name
-    if directory.exists() and not args.resume:
-        stop(f"{directory} exists: choose another --run-name, or go on with this one by --resume")
-    if args.track:
-        try:
-            import wandb
-        except ImportError:
-            stop("--track needs Weights & Biases: pip install wandb")
-
-    def interrupted(*_):
-        if not args.checkpoint_interval:
-            stop(f"{directory}: interrupted, without a checkpoint (--checkpoint-interval 0)", FAILED)
-        stop(f"{directory}: interrupted, --run-name {run_name} --resume goes on", INTERRUPTED)
-
-    on_signals(interrupted)
-    directory.mkdir(parents=True, exist_ok=args.resume)
-    lock_file = lock(directory)
-    if not (directory / "args.json").exists():
-        save_args(directory, args, device)
-    origin = json.loads((directory / "args.json").read_text())
-    check_same_run(directory, args, origin)
-    checkpoint = directory / "checkpoint.pt"
-    if (directory / "eval.json").exists():
-        checkpoint.unlink(missing_ok=True)
-        os.unlink(lock_file.name)
-        print(f"{directory} is finished: return {json.loads((directory / 'eval.json').read_text())['mean']:.2f}")
-        return
-    if args.track:
-        same_run = dict(name=directory.name, id=directory.name, resume="allow", config=asdict(args))
-        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, **same_run, sync_tensorboard=True)
-    if device.type == "cpu" and not args.small and not checkpoint.exists():
-        hours = estimate_hours(args, device)
-        print(f"No GPU: this run would take about {hours:,.1f} hours here. With --small it takes minutes.", flush=True)
-
     torch.manual_seed(torch_seed)
     games = Games(args, game_seeds)
     replay, agent = Replay(args, games.channels, device), Agent(args, games, device)
-    log = SimpleNamespace(frames=0, last_frames=0, seconds=0.0, rewards=0.0, updates=0, rows=[])
-    log.losses = torch.zeros(len(LOSSES), device=device)
-    random = [torch.default_generator, *torch.cuda.default_generators]
-    mode = "reduce-overhead" if device.type == "cuda" else None
-    loss_function = torch.compile(losses, fullgraph=True, mode=mode) if args.compile else losses
-    state = origin | dict(agent=agent, replay=replay, games=games, log=log, random=random)
-    if checkpoint.exists():
-        saved = load(checkpoint)
-        check_same_run(checkpoint, args, saved)
-        restore(state, saved)
-        agent.optimizer.param_groups[0]["lr"] = agent.learning_rate  # loading put a copy there
-        print(f"{directory}: going on from frame {log.frames:,}", flush=True)
-    for events in directory.glob("events.out.tfevents.*"):
-        events.unlink()
-    writer, progress = SummaryWriter(directory), Progress(args.total_timesteps, "frames", log.frames)
-    save_curve(directory, writer, log.rows, log.rows)
-    note, caught, last_time, last_checkpoint = "no episode ended", [], time.time() - log.seconds, time.time()
-    on_signals(lambda number, _: caught.append(number))
+    if args.evaluate:
+        agent.network.load_state_dict(saved["network"])
+        return evaluate(args, agent.network, device)
+    wandb = importlib.import_module("wandb") if args.track else None
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, catch_signal)
+    identity = dict(script=SCRIPT, args=asdict(args))
+    directory, lock = open_run(args, device, identity, new=not saved)
+    if (directory / "eval.json").exists():
+        stop(f"{directory} is finished: return {json.loads((directory / 'eval.json').read_text())['mean']:.2f}", 0)
+    log = SimpleNamespace(frames=0, updates=0, rewards=0.0, totals=(0, 0, 0, 0), time=0.0, actions=None, curve=[])
+    log.sums = torch.zeros(len(LOGGED), device=device)
+    parts = vars(agent) | dict(replay=replay, games=games, log=log)
+    if saved:
+        for name, part in parts.items():
+            part.load_state_dict(saved[name]) if hasattr(part, "state_dict") else vars(part).update(saved[name])
+        torch.set_rng_state(saved["random"][0].cpu())
+        torch.cuda.set_rng_state_all([state.cpu() for state in saved["random"][1][: torch.cuda.device_count()]])
+        print(f"continuing from frame {log.frames:,}", flush=True)
+    where = device.type if args.small or device.type == "cuda" else "cpu (days or months; minutes with --small)"
+    updates = args.updates(args.total_timesteps) or "NO (--learning-starts is too late)"
+    print(f"{METHOD}, {args.env_id}, n {args.n}, seed {args.seed}, {updates} updates, {where}: {directory}", flush=True)
+    if args.track:
+        wandb.init(id=directory.name, name=directory.name, resume="allow", config=asdict(args), sync_tensorboard=True)
+    writer = SummaryWriter(directory, purge_step=log.frames + 1)  # points after the checkpoint will come again
+    losses = torch.compile(compute_losses, fullgraph=True, mode="reduce-overhead") if args.compile else compute_losses
+    bar = tqdm(total=args.total_timesteps, initial=log.frames, unit=" frames", **BAR)
+    last_checkpoint = 0.0  # so that there is one at once: --resume takes the arguments from it
 
-    for frames in range(log.frames + args.num_envs, args.total_timesteps + args.num_envs, args.num_envs):
+    while log.frames < args.total_timesteps and not signals:
         # ALGO LOGIC: choose actions
-        actions = act(agent.network, games, device)
+        if log.actions is None:
+            log.actions = act(agent.network, games, device)
 
-        # ALGO LOGIC: the updates owed, on data up to the previous step; a GPU runs them while the games are stepped
-        agent.learning_rate.fill_(args.learning_rate * (1 - log.frames / args.total_timesteps))
-        owed = updates_due(args, log.frames) - updates_due(args, log.frames - args.num_envs)
-        for _ in range(owed if replay.frames else 0):
-            log.losses += update(args, agent, replay, loss_function)
+        # ALGO LOGIC: the updates due, on data up to the previous step; a GPU runs them while the games are stepped
+        for group in agent.optimizer.param_groups:
+            group["lr"] = args.learning_rate * (1 - log.frames / args.total_timesteps)
+        while log.updates < args.updates(log.frames) and not signals:
+            log.sums += update(args, agent, replay, losses)
             log.updates += 1
+        if log.updates < args.updates(log.frames):
+            break  # a signal came: --resume makes the other updates, then this step
 
         # ALGO LOGIC: step the games, store what happened
-        transitions = games.step(actions)
+        transitions = games.step(log.actions)
         replay.add(transitions)
         log.rewards += transitions.rewards.sum()
-        log.frames = frames
-
-        if LOG_POINTS * frames // args.total_timesteps > LOG_POINTS * log.last_frames // args.total_timesteps:
-            check_finite(directory, agent, log)
-            since = frames - log.last_frames
-            speed = since / (time.time() - last_time)
-            row = {"charts/episodes": len(games.finished), "charts/reward_per_frame": log.rewards / since}
-            row |= {"charts/SPS": round(speed, 1), "charts/learning_rate": agent.learning_rate.item()}
-            if games.finished:
-                returns, lengths, _ = np.mean(games.finished, axis=0)
-                row |= {"charts/episodic_return": returns, "charts/episodic_length": lengths}
-                note = f"return {returns:.2f}"
-            if log.updates:
-                row |= zip([f"losses/{name}" for name in LOSSES], (log.losses / log.updates).tolist(), strict=True)
-            log.rows.append(dict(frames=frames) | row)
-            save_curve(directory, writer, log.rows, log.rows[-1:])
-            progress.update(min(frames, args.total_timesteps), f"{speed:,.0f} frames/s, {note}")
-            games.finished.clear()
-            log.losses.zero_()
-            log.updates, log.rewards, log.last_frames, last_time = 0, 0.0, frames, time.time()
-
-        due = caught or frames >= args.total_timesteps or time.time() - last_checkpoint > args.checkpoint_interval
-        if due and args.checkpoint_interval:
-            log.seconds = time.time() - last_time
-            save_checkpoint(directory, state)
+        log.frames, log.actions = log.frames + args.num_envs, None
+        bar.update(args.num_envs)
+        if LOG_POINTS * log.frames // args.total_timesteps > LOG_POINTS * log.totals[0] // args.total_timesteps:
+            add_point(directory, writer, bar, agent, games, log)
+        if args.checkpoint_interval and time.time() - last_checkpoint > args.checkpoint_interval:
+            save_checkpoint(directory, identity, parts)
             last_checkpoint = time.time()
-        if caught:
-            progress.bar.close()
-            writer.close()
-            interrupted()
 
-    progress.bar.close()
-    writer.close()
-    on_signals(interrupted)
-    save_model(directory, args, agent)
+    bar.close()
+    if args.checkpoint_interval:
+        save_checkpoint(directory, identity, parts)
     result = evaluate(args, agent.network, device)
-    write_whole(directory / "eval.json", (json.dumps(result, indent=2) + "\n").encode())
-    print(f"{directory}: return {result['mean']:.2f} ± {result['stderr']:.2f}, {args.eval_episodes} episodes")
-    checkpoint.unlink(missing_ok=True)
-    os.unlink(lock_file.name)
+    again = f"continue with: python {SCRIPT}.py --runs-dir {args.runs_dir} --run-name {args.run_name} --resume"
+    if signals:
+        saved = args.checkpoint_interval > 0
+        stop(f"interrupted, {again if saved else 'without a checkpoint'}", INTERRUPTED if saved else FAILED)
+    networks = {name: part.state_dict() for name, part in vars(agent).items() if isinstance(part, nn.Module)}
+    try:
+        writer.add_scalar("charts/eval_return", result["mean"], log.frames)
+        writer.close()
+        write_atomically(directory / "model.pt", identity | networks)
+        write_atomically(directory / "eval.json", json.dumps(result, indent=2) + "\n")
+    except OSError as error:
+        stop(f"{directory}: model and score not saved, {error}; with more room {again}", FAILED)
+    (directory / "checkpoint.pt").unlink(missing_ok=True)
+    os.unlink(lock.name)
+    print(f"Next: tensorboard --logdir {args.runs_dir}, or python {SCRIPT}.py --evaluate {directory}")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ImportError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
+            raise
+        stop(f"{error}; smaller --batch-size, --buffer-size, --hidden need less" if "allocate" in str(error) else error)

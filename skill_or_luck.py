@@ -25,8 +25,9 @@ import matplotlib
 import numpy as np
 import torch
 import tyro
+from tqdm import tqdm
 
-from offdae_offpolicy import Agent, Args, Games, Progress, centred, centred_luck, pack, unpack
+from offdae_offpolicy import BAR, Agent, Args, Games, centred, centred_luck, pack, unpack
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
@@ -158,8 +159,8 @@ def play(args, network, device, episodes, seed, max_steps):
     games, rngs = Games(args, [game for game, _ in seeds]), [np.random.default_rng(actions) for _, actions in seeds]
     boards, steps = [[board] for board in games.states], [[] for _ in seeds]
     live, limit = list(range(episodes)), min(max_steps, args.max_episode_frames)
-    progress = Progress(limit, "steps")
-    for t in range(limit):
+    progress = tqdm(total=limit, unit=" steps", **BAR)
+    for _ in range(limit):
         probabilities = policy(np.stack([games.games[i].state() for i in live]))
         actions = choose(probabilities, np.array([rngs[i].random() for i in live])).tolist()
         for i, action in zip(live, actions, strict=True):
@@ -167,10 +168,11 @@ def play(args, network, device, episodes, seed, max_steps):
         for i, board in zip(live, pack([games.games[i].state() for i in live]), strict=True):
             boards[i].append(board)
         live = [i for i in live if not steps[i][-1][2]]
-        progress.update(t + 1, f"{episodes - len(live)} of {episodes} episodes over")
+        progress.set_postfix_str(f"{episodes - len(live)} of {episodes} episodes over", refresh=False)
+        progress.update()
         if not live:
             break
-    progress.bar.close()
+    progress.close()
     columns = [[np.array(column) for column in zip(*rows, strict=True)] for rows in steps]
     return [
         Episode(np.stack(boards[i]), actions, rewards, drew, bool(terminal[-1]))
@@ -192,7 +194,7 @@ class Judgement(NamedTuple):
 @torch.no_grad()
 def judge(args, agent, device, states, actions, next_states):
     network, cvae = agent.target_network, agent.cvae
-    channels, parts, progress = cvae.encoder[0].in_channels, [], Progress(len(actions), "steps")
+    channels, parts, progress = cvae.encoder[0].in_channels, [], tqdm(total=len(actions), unit=" steps", **BAR)
     for start in range(0, len(actions), 256):
         rows = slice(start, start + 256)
         s, s_next = (unpack(torch.from_numpy(x[rows]).to(device), channels) for x in (states, next_states))
@@ -202,8 +204,8 @@ def judge(args, agent, device, states, actions, next_states):
         luck = args.gamma * centred_luck(output.luck, a, log_q.exp(), log_p.exp())
         columns = output.value, network(s_next).value, policy, centred(output.advantage, policy), luck
         parts.append([column.double().cpu().numpy() for column in columns])
-        progress.update(start + len(a), "V, A and B of each")
-    progress.bar.close()
+        progress.update(len(a))
+    progress.close()
     return Judgement(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
@@ -378,11 +380,11 @@ def check(options, args, agent, device, directory):
         copies = game_at(args, seeds[i], episodes[i], chosen[chosen[:, 0] == i, 1].tolist())
         games |= {(i, t): game for t, game in copies.items()}
     horizon = int(np.ceil(np.log(HORIZON_WEIGHT) / np.log(args.gamma))) if args.gamma > 0 else 1
-    measured, progress = [], Progress(len(chosen), "moments")
+    measured, progress = [], tqdm(total=len(chosen), unit=" moments", **BAR)
     for (i, t, _), action in zip(chosen, actions.tolist(), strict=True):
         measured.append(measure(games[i, t], action, policy, args.gamma, options.copies, horizon, rng))
-        progress.update(len(measured), f"up to {3 * options.copies} roll-outs each")
-    progress.bar.close()
+        progress.update()
+    progress.close()
     luck, skill, returns = (np.stack(column) for column in zip(*measured, strict=True))
     truth, drew = dict(luck=luck, skill=skill, error=luck), chosen[:, 2] == 1
 

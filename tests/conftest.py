@@ -6,7 +6,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
 SCRIPTS = ["offdae_uncorrected", "offdae_dae", "offdae_offpolicy", "offdae_tree"]
 
 

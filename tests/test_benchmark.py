@@ -216,7 +216,7 @@ def test_interrupted_continued_failed_finished(benchmark, checkout, stand_in):
     assert "1 of 2 finished, 0 running, 1 failed" in out
     assert f"{DAE}2 failed, see {logs[2]}" in out
     assert "JSONDecodeError" in out.splitlines()[-2] and "== failed (status 1 after" in out.splitlines()[-1]
-    assert "going on from frame" in logs[1].read_text() and (runs / f"{DAE}1" / "eval.json").exists()
+    assert "continuing from frame" in logs[1].read_text() and (runs / f"{DAE}1" / "eval.json").exists()
 
     before = contents(checkout)
     grid |= dict(WORKERS="2", path=stand_in(python="echo 0"))  # from here on nothing is to be trained
@@ -256,18 +256,17 @@ def test_refused_arguments_and_a_missing_gpu_are_told_at_once(benchmark, checkou
     before = contents(checkout)
     one = dict(METHODS="dae", ENVS="asterix", NS="8", SEEDS="1", CUDA_VISIBLE_DEVICES="", WORKERS="1")
     status, out, err = benchmark("--small", **one, ARGS="--ent-coef 1")
-    assert status == 2 and "unknown argument --ent-coef" in err
+    assert status == 2 and "Unrecognized options: --ent-coef" in err
     status, out, err = benchmark("--small", **one, GPUS="1", path=stand_in(python="echo 0"))
     assert status == 1 and "GPUS=1 was asked for, but torch sees 0 here" in err
     assert contents(checkout) == before
 
 
 @pytest.mark.slow
-def test_paper_size_without_a_gpu_is_warned_about_with_the_hours(benchmark):
+def test_paper_size_without_a_gpu_is_warned_about(benchmark):
     one = dict(METHODS="dae", ENVS="asterix", NS="8", SEEDS="1 2", CUDA_VISIBLE_DEVICES="", WORKERS="2")
     status, out, err = benchmark("--dry-run", **one, ARGS="--channels 64")
-    hours = re.search(r"WARNING: no GPU.* 2 at a time, 1 CPU threads each, they take about (\d+) hours", err)
-    assert status == 0 and hours and int(hours[1]) > 5, err
+    assert status == 0 and "WARNING: no GPU" in err and "days or months" in err, err
 
 
 RUN = """
@@ -523,7 +522,7 @@ def test_slurm_runs_that_are_requeued_killed_or_out_of_time_end_as_if_left_alone
     wait_until(lambda: not slurm("squeue", "-h"), 180, "the queue is empty")
     assert "interrupted ahead of the time limit" in task_log(6).read_text() and "restart 1" in task_log(6).read_text()
     assert "restart 1" in task_log(1).read_text() and "ahead of the time limit" not in task_log(1).read_text()
-    assert "going on from frame" in (runs / ".benchmark" / "logs" / f"{DAE}1.log").read_text()
+    assert "continuing from frame" in (runs / ".benchmark" / "logs" / f"{DAE}1.log").read_text()
     assert "restart" not in task_log(3).read_text().replace("restart 0", "")
 
     out = submit(SEEDS="7", GPUS="1")

@@ -37,12 +37,7 @@ def fill(script, args, device):
 def adam_on_meta(monkeypatch):
     """Fused Adam does not exist on meta; the capturable one keeps its counters on the device as the fused one does."""
     plain = torch.optim.Adam
-
-    def make(parameters, lr, fused, **kwargs):
-        optimizer = plain(parameters, lr=1.0, capturable=True, foreach=False, **kwargs)  # asks if lr >= 0
-        optimizer.param_groups[0]["lr"] = lr
-        return optimizer
-
+    make = lambda parameters, fused, **settings: plain(parameters, capturable=True, foreach=False, **settings)  # noqa: E731
     monkeypatch.setattr(torch.optim, "Adam", make)
     adam = importlib.import_module("torch.optim.adam")
     monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_, **__: ["meta"])
@@ -59,7 +54,7 @@ def test_an_update_stays_on_the_device(script, adam_on_meta):
         with OnlyMeta():
             for _ in range(2):
                 logged = script.update(args, agent, replay)
-        assert logged.device.type == "meta" and logged.shape == (len(script.LOSSES),)
+        assert logged.device.type == "meta" and logged.shape == (len(script.LOGGED),)
 
 
 @pytest.mark.parametrize("leak", ["replay", "network", "value"])
@@ -68,7 +63,7 @@ def test_the_check_notices(common, adam_on_meta, monkeypatch, leak):
     args = common.Args(env_id="asterix", num_envs=8, n=4, channels=8, hidden=16, batch_size=32)
     agent, replay = fill(common, args, torch.device("meta"))
     if leak == "replay":
-        replay.segments = torch.zeros(args.buffer_size, 2, dtype=torch.int32)
+        replay.ring["segments"] = torch.zeros(args.buffer_size, 2, dtype=torch.int64)
     elif leak == "network":
         agent.target_network = common.Network(args, 4, 5)
     else:

@@ -1,4 +1,4 @@
-"""The outcomes that tests/known_chance.py reads off the boards are what the game drew."""
+"""The outcomes that experiments/known_chance.py reads off the boards are what the game drew."""
 
 import held_out
 import known_chance
@@ -89,9 +89,7 @@ def test_what_is_held_out_is_not_replayed(monkeypatch):
     online = online._replace(advantage=script.centred(online.advantage, target.log_policy.exp()))
     _, q, p, _ = known_chance.known_chance_loss(args, agent.cvae, batch)
     luck = script.centred_luck(online.luck, batch.actions, q, p)
-    expected = [
-        script.critic_loss(args, agent, batch, online._replace(luck=x), target).item() for x in (luck, 0 * luck)
-    ]
+    expected = [script.critic_loss(args, agent, batch, online, target, x).item() for x in (luck, 0 * luck)]
     assert [*measured.values()] == pytest.approx(expected, rel=1e-3) and expected[0] != expected[1]
     args.exp_name = "known_nothing"
     nothing = held_out.critic_losses(args, agent, partial)

@@ -36,7 +36,6 @@ def make_agent(script, args, seed=0):
             if isinstance(module, torch.nn.BatchNorm2d):
                 torch.nn.init.normal_(module.running_mean)
                 torch.nn.init.uniform_(module.running_var, 0.5, 2.0)
-        torch.nn.init.normal_(agent.cvae.latents)
     return agent
 
 
@@ -208,7 +207,7 @@ def test_losses_and_gradients_match_the_slow_reference(float64, script, changes,
     agent, slow = make_agent(script, args), None
     for repeat in range(3):
         segments = random_segments(n, frames, np.random.default_rng(repeat))
-        loss, logged = script.losses(args, agent, as_batch(script, args, segments))
+        loss, logged = script.compute_losses(args, agent, as_batch(script, args, segments))
         slow = Slow(args, agent)
         critic, actor = slow.critic(script, segments), slow.actor(segments)
         torch.testing.assert_close(logged[0], critic.detach(), rtol=1e-10, atol=1e-10)
@@ -231,7 +230,7 @@ def outputs(script, agent, batch):
     if script is offdae_offpolicy:
         _, log_p, log_q = agent.cvae(batch.states, batch.actions, batch.next_states)
         luck = script.centred_luck(online.luck, batch.actions, log_q.exp().detach(), log_p.exp().detach())
-        online = online._replace(luck=luck)
+        online = online._replace(luck=luck)  # [F]
     return [x._replace(advantage=script.centred(x.advantage, policy)) for x in (online, target)]
 
 
@@ -267,10 +266,9 @@ def test_dae_without_advantages_is_uncorrected(float64):
 def test_off_policy_dae_without_luck_is_dae(float64):
     args, agent, batch = make_case(offdae_offpolicy)
     online, target = outputs(offdae_offpolicy, agent, batch)
-    zero = online._replace(luck=torch.zeros_like(online.luck))
-    without = offdae_offpolicy.critic_loss(args, agent, batch, zero, target)
+    without = offdae_offpolicy.critic_loss(args, agent, batch, online, target, torch.zeros_like(online.luck))
     assert without == offdae_dae.critic_loss(args, agent, batch, online, target)
-    assert abs(offdae_offpolicy.critic_loss(args, agent, batch, online, target) - without) > 1e-4
+    assert abs(offdae_offpolicy.critic_loss(args, agent, batch, online, target, online.luck) - without) > 1e-4
 
 
 @pytest.mark.parametrize("other", [offdae_uncorrected, offdae_tree])
@@ -278,7 +276,7 @@ def test_all_methods_agree_at_n_1(float64, other):
     results = []
     for script in (offdae_dae, other):
         args, agent, batch = make_case(script, n=1, frames=12)
-        loss, logged = script.losses(args, agent, batch)
+        loss, logged = script.compute_losses(args, agent, batch)
         results.append((logged, gradients(loss, agent)))
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-12, atol=1e-12)
     assert_same_gradients(results[0][1], results[1][1], 1e-12)
@@ -288,7 +286,7 @@ def test_methods_differ_beyond_n_1(float64):
     critics = []
     for script in (offdae_dae, offdae_uncorrected, offdae_offpolicy, offdae_tree):
         args, agent, batch = make_case(script, n=3, frames=12)
-        critics.append(script.losses(args, agent, batch)[1][0].item())
+        critics.append(script.compute_losses(args, agent, batch)[1][0].item())
     assert min(abs(a - b) for a, b in itertools.combinations(critics, 2)) > 1e-4
 
 
@@ -312,7 +310,7 @@ def test_the_actor_loss_trains_the_policy_head_alone(script):
 def test_no_loss_reaches_the_ema_network(script):
     for changes in [{}, dict(target_network=False)] if hasattr(script.Args, "target_network") else [{}]:
         args, agent, batch = make_case(script, **changes)
-        script.losses(args, agent, batch)[0].backward()
+        script.compute_losses(args, agent, batch)[0].backward()
         assert not any(p.requires_grad or p.grad is not None for p in agent.target_network.parameters())
         assert all(p.grad is not None for p in agent.network.parameters())
 
@@ -329,17 +327,18 @@ def adam(parameter, gradient_list, lr, betas, eps):
 
 
 def test_two_updates_by_hand(float64, script):
-    """Fresh gradients each time, Adam with its annealed rate, the moving average; the CVAE has an Adam of its own."""
+    """Fresh gradients each time, Adam with its annealed rate, the moving average; the CVAE has betas of its own."""
     args, agent, batch = make_case(script, tau=0.9)
     network, average = (list(x.parameters()) for x in (agent.network, agent.target_network))
     trained = [(network, [0.01, 0.004], (0.9, 0.999), 1e-4)]
     if script is offdae_offpolicy:
-        trained.append((list(agent.cvae.parameters()), [args.cvae_learning_rate] * 2, (0.5, 0.9), 1e-8))
+        trained.append((list(agent.cvae.parameters()), [0.01, 0.004], (0.5, 0.9), 1e-8))
     starts = [[p.detach().clone() for p in parameters] for parameters, *_ in trained]
     moving, gradients_of = [p.clone() for p in average], [[], []]
     for k in range(2):
-        agent.learning_rate.fill_([0.01, 0.004][k])
-        loss, _ = script.losses(args, agent, batch)
+        for group in agent.optimizer.param_groups:
+            group["lr"] = [0.01, 0.004][k]
+        loss, _ = script.compute_losses(args, agent, batch)
         for i, (parameters, *_) in enumerate(trained):
             gradients_of[i].append(torch.autograd.grad(loss, parameters, retain_graph=True))
         script.update(args, agent, SimpleNamespace(sample=lambda: batch))

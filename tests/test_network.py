@@ -77,8 +77,8 @@ def test_cvae_has_the_papers_layers():
         cvae = offdae_offpolicy.CVAE(offdae_offpolicy.Args(), channels=10, num_actions=6)
     assert convolutions(cvae.encoder) == [(10, 64), 64, (64, 128), 128]
     assert convolutions(cvae.transition) == [(128 + 6, 128), 128, 128]
-    assert convolutions(cvae.prior) == [128, 128, (128, 16)]
-    assert convolutions(cvae.posterior) == [(256, 128), 128, 128, (128, 16)]
+    assert convolutions(cvae.prior) == [128, 128] and convolutions([cvae.to_p]) == [(128, 16)]
+    assert convolutions(cvae.posterior) == [(256, 128), 128, 128] and convolutions([cvae.to_q]) == [(128, 16)]
     assert convolutions(cvae.decoder) == [128, (128, 64), 64, (64, 10)]
     assert [type(cvae.decoder[i]).__name__ for i in (1, 3)] == ["ConvTranspose2d"] * 2
     assert cvae.latents.shape == (16, 128)

@@ -130,7 +130,7 @@ def test_the_oldest_segments_leave_first(common, monkeypatch, n, buffer_size):
         assert replay.newest - replay.oldest == len(expected)
         assert replay.frames == sum(len(keys) for keys, _ in expected) <= buffer_size
         for row, (keys, terminal) in zip(range(replay.oldest, replay.newest), expected, strict=True):
-            start, length = replay.segments[row % buffer_size].tolist()
+            start, length = replay.ring["segments"][row % buffer_size].tolist()
             where = (start + torch.arange(length)) % buffer_size
             states = common.unpack(replay.ring["states"][where], 4)
             next_states = common.unpack(replay.ring["next_states"][where], 4)
@@ -144,8 +144,8 @@ def test_no_segment_is_cut_short_by_the_time_limit(common, monkeypatch):
     """20 frames are two segments of 8, and 4 frames that are dropped."""
     _, games, replay, _ = play(common, monkeypatch, 8, steps=400)
     assert {length for _, length, truncated in games.finished if truncated} == {LIMIT}
-    starts, lengths = replay.segments[replay.oldest : replay.newest].unbind(1)
-    ends_terminal = replay.ring["terminal"][(starts + lengths - 1) % len(replay.segments)]
+    starts, lengths = replay.ring["segments"][replay.oldest : replay.newest].unbind(1)
+    ends_terminal = replay.ring["terminal"][(starts + lengths - 1) % replay.capacity]
     assert (ends_terminal | (lengths == 8)).all() and not ends_terminal.all()
 
 
@@ -171,8 +171,13 @@ def test_discounts_are_finite_for_small_gamma(common, monkeypatch):
 
 def test_a_full_seaquest_replay_takes_at_most_300_mb(common):
     replay = common.Replay(common.Args(n=1), 10, torch.device("meta"))
-    device_bytes = sum(x.nbytes for x in [*replay.ring.values(), replay.segments])
-    assert device_bytes + replay.host_segments.nbytes <= 300e6
+    assert sum(ring.nbytes for ring in replay.ring.values()) * replay.capacity <= 300e6  # a row each at first
+
+
+def test_the_ring_grows_with_what_is_stored(common, monkeypatch):
+    for steps, rows in ((10, 64), (600, 333)):
+        _, _, replay, _ = play(common, monkeypatch, 3, steps, buffer_size=333)
+        assert {len(ring) for ring in replay.ring.values()} <= {rows, rows // 2} and replay.frames > rows // 2 - 64
 
 
 def test_evaluation_counts_the_first_episode_of_each_game(common, monkeypatch):

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -37,9 +38,10 @@ def make_run(directory, script=offdae_offpolicy, **arguments):
             step = games.step(np.random.default_rng(0).integers(len(games.action_set), size=8))
             boards = (script.unpack(torch.from_numpy(x), games.channels) for x in (step.states, step.next_states))
             s, s_next = boards
-            agent.cvae.decode(agent.cvae(s, torch.from_numpy(step.actions), s_next)[0])
+            agent.cvae(s, torch.from_numpy(step.actions), s_next)
     directory.mkdir(parents=True)
-    script.save_model(directory, args, agent)
+    networks = {name: part.state_dict() for name, part in vars(agent).items() if name != "optimizer"}
+    script.write_atomically(directory / "model.pt", dict(script=script.SCRIPT, args=asdict(args)) | networks)
     (directory / "eval.json").write_text("{}")
     return directory
 

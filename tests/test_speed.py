@@ -1,4 +1,4 @@
-"""No work is done that need not be done, and the losses compile whole. Times are measured by tests/speed.py."""
+"""No work is done that need not be done, and the losses compile whole. Times are measured by experiments/speed.py."""
 
 import copy
 import importlib
@@ -33,7 +33,7 @@ def needed_cvae_flops(args, channels, num_actions, frames):
     prior = 4 * wide**2
     posterior = 2 * wide * wide + 4 * wide**2
     decoder = 2 * wide**2 + wide * narrow + 2 * narrow**2 + narrow * channels
-    forward = 2 * encoder + transition + prior + posterior + Z * decoder
+    forward = 2 * encoder + transition + prior + posterior + min(args.decode_latents, Z) * decoder
     backward = 2 * forward - 2 * channels * narrow - num_actions * wide  # boards and actions need no gradient
     return 2 * frames * (900 * (forward + backward) + 3 * 2 * wide * Z)
 
@@ -73,7 +73,7 @@ def updates(script, args, agent, replay, losses):
     logged = []
     for k in range(20):
         torch.manual_seed(k)
-        agent.learning_rate.fill_(args.learning_rate * (1 - k / 20))
+        agent.optimizer.param_groups[0]["lr"] = args.learning_rate * (1 - k / 20)
         before = copy.deepcopy(list(agent.network.parameters()))
         logged.append(script.update(args, agent, replay, losses))
     pairs = zip(before, agent.network.parameters(), strict=True)
@@ -81,17 +81,16 @@ def updates(script, args, agent, replay, losses):
 
 
 def check_compiled(script, backend):
-    cvae = dict(latent_size=3, cvae_channels=4, decode_every=4) if hasattr(script, "CVAE") else {}
+    cvae = dict(latent_size=5, cvae_channels=4, decode_latents=3) if hasattr(script, "CVAE") else {}
     small = dict(num_envs=8, batch_size=32, buffer_size=1000, channels=4, hidden=8, learning_rate=1e-3) | cvae
     args, games, agent, replay = made(script, **small)
     twin = copy.deepcopy(agent)
-    twin.optimizer.param_groups[0]["lr"] = twin.learning_rate
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
-        compiled = torch.compile(script.losses, fullgraph=True, backend=backend)
+        compiled = torch.compile(script.compute_losses, fullgraph=True, backend=backend)
         fast, fast_last = updates(script, args, agent, replay, compiled)
-    slow, slow_last = updates(script, args, twin, replay, script.losses)
+    slow, slow_last = updates(script, args, twin, replay, script.compute_losses)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-5)
     # Adam moves a weight by about the learning rate: a frozen one would have moved it 20 times as far at the end
@@ -124,9 +123,9 @@ def test_bfloat16_runs_the_cvae_in_bfloat16_and_nothing_else():
     seen = []
     agent.cvae.decoder.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     agent.network.register_forward_hook(lambda module, inputs, output: seen.append(output.value.dtype))
-    loss, logged = script.losses(args, agent, batch)
+    loss, logged = script.compute_losses(args, agent, batch)
     loss.backward()
     assert set(seen) == {torch.float32, torch.bfloat16} and seen[0] == torch.float32 and loss.dtype == torch.float32
     args.bf16 = False
-    torch.testing.assert_close(logged, script.losses(args, agent, batch)[1], rtol=0.1, atol=0.02)
+    torch.testing.assert_close(logged, script.compute_losses(args, agent, batch)[1], rtol=0.1, atol=0.02)
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in agent.cvae.parameters())

@@ -1,15 +1,16 @@
-"""Does luck explain returns, or does it know those in replay by heart? Off-policy DAE with every eighth game kept out
+"""Does luck explain returns, or has it memorised those in replay? Off-policy DAE with every eighth game kept out
 of replay; at the end the critic loss on frames that were replayed and on those that never were, with and without luck.
 
-    python tests/held_out.py --small --n 32 --exp-name known_moves
+    python experiments/held_out.py --small --n 32 --exp-name known_moves
 
-Luck that explains lowers the loss on both. What it lowers on replayed frames alone was learned by heart. Names of
-tests/known_chance.py (Asterix) say what z tells; with another one, or none, this is offdae_offpolicy.py and its CVAE.
+Luck that explains lowers the loss on both. What it lowers on replayed frames alone was memorised. Names of
+known_chance.py (Asterix) say what z tells; with another one, or none, this is offdae_offpolicy.py and its CVAE.
 The four losses are printed and in the run's held_out.json.
 """
 
 import json
 import sys
+from pathlib import Path
 from unittest.mock import patch
 
 import known_chance
@@ -19,8 +20,8 @@ from known_chance import script
 
 EVERY = 8
 BATCHES = 200
-Replay, save_model = script.Replay, script.save_model
-replays = []
+Replay, evaluate, Agent = script.Replay, script.evaluate, script.Agent
+made = {}
 
 
 class PartialReplay(Replay):
@@ -30,7 +31,7 @@ class PartialReplay(Replay):
         super().__init__(*arguments)
         self.held_out = Replay(*arguments)
         self.held_out.stage, self.held_out.staged = self.stage, self.staged
-        replays.append(self)
+        made["replay"] = self
 
     def store(self, complete):
         held_out = complete & (np.arange(len(complete)) % EVERY == 0)
@@ -50,21 +51,26 @@ def critic_losses(args, agent, replay):
     sums = np.zeros(2)
     for _ in range(BATCHES):
         batch = replay.sample()
-        with_luck = script.losses(args, agent, batch)[1][0].item()
+        with_luck = script.compute_losses(args, agent, batch)[1][0].item()
         with patch.object(script, "centred_luck", no_luck):
-            sums += with_luck, script.losses(args, agent, batch)[1][0].item()
+            sums += with_luck, script.compute_losses(args, agent, batch)[1][0].item()
     return dict(zip(("with luck", "without luck"), (sums / BATCHES).round(4).tolist(), strict=True))
 
 
-def save_model_and_losses(directory, args, agent):
-    save_model(directory, args, agent)
-    measured = {"replayed": critic_losses(args, agent, replays[-1])}
-    measured["held out"] = critic_losses(args, agent, replays[-1].held_out)
-    (directory / "held_out.json").write_text(json.dumps(measured, indent=2) + "\n")
+def remembered_agent(*arguments):
+    made["agent"] = Agent(*arguments)
+    return made["agent"]
+
+
+def evaluate_and_measure(args, network, device):
+    agent, replay = made["agent"], made["replay"]
+    measured = {"replayed": critic_losses(args, agent, replay), "held out": critic_losses(args, agent, replay.held_out)}
+    (Path(args.runs_dir, args.run_name) / "held_out.json").write_text(json.dumps(measured, indent=2) + "\n")
     print(f"critic loss: {measured}")
+    return evaluate(args, network, device)
 
 
 if __name__ == "__main__":
-    script.Replay, script.save_model = PartialReplay, save_model_and_losses
+    script.Replay, script.Agent, script.evaluate = PartialReplay, remembered_agent, evaluate_and_measure
     sys.argv += ["--checkpoint-interval", "0"]
     known_chance.main() if known_chance.NAMES & set(sys.argv) else script.main()

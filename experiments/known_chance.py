@@ -1,6 +1,6 @@
 """Off-policy DAE on Asterix with chance known: z is read off the boards, where offdae_offpolicy.py has to learn it.
 
-    python tests/known_chance.py --small --n 8
+    python experiments/known_chance.py --small --n 8
 
 It tells whether a result of Off-policy DAE is due to its CVAE or to all the rest. In Asterix things move in every fifth
 step, and in every second of those something appears: in a free row, from the left or the right, treasure one time in
@@ -60,6 +60,7 @@ class KnownChance(nn.Module):
         super().__init__()
         convolutions = nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten()
         self.network = nn.Sequential(*convolutions, nn.Linear(576, 128), nn.ReLU(), nn.Linear(128, 3 * num_actions))
+        self.register_buffer("ent_coef", torch.tensor(args.ent_coef), persistent=False)  # which `main` cools
 
     def forward(self, states, actions):
         return self.network(states).unflatten(1, (-1, 3))[torch.arange(len(actions)), actions].log_softmax(1)

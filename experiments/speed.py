@@ -1,7 +1,7 @@
 """How close the scripts come to what this machine can do: one table of ratios, each measured within one run because
 machines are noisy. Median over 5 repeats, and their range.
 
-    python tests/speed.py
+    python experiments/speed.py
 """
 
 import importlib
@@ -15,11 +15,13 @@ from pathlib import Path
 import minatar
 import numpy as np
 import torch
-from conftest import SCRIPTS
-from test_speed import counted_flops, needed_cvae_flops, needed_flops
 
-import offdae_dae
-import offdae_offpolicy
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "tests")]
+from conftest import SCRIPTS  # noqa: E402
+from test_speed import counted_flops, needed_cvae_flops, needed_flops  # noqa: E402
+
+import offdae_dae  # noqa: E402
+import offdae_offpolicy  # noqa: E402
 
 REPEATS = 5
 CPU = torch.device("cpu")
@@ -54,11 +56,12 @@ def filled(script, args, frames):
     """An agent, and a replay with that many frames of segments of n transitions with random boards."""
     games = script.Games(args, script.spawn_seeds(args)[2][:1])
     agent, replay = script.Agent(args, games, CPU), script.Replay(args, games.channels, CPU)
+    replay.ring = {name: ring.repeat(frames, *[1] * (ring.ndim - 1)) for name, ring in replay.ring.items()}
     for name in ("states", "next_states"):
-        replay.ring[name][:frames].random_(0, 256)
+        replay.ring[name].random_(0, 256)
     count = frames // args.n
-    replay.host_segments[:count] = np.stack([np.arange(count) * args.n, np.full(count, args.n)], axis=1)
-    replay.segments.copy_(torch.from_numpy(replay.host_segments))
+    replay.ring["segments"][:count] = torch.stack([torch.arange(count) * args.n, torch.full((count,), args.n)], dim=1)
+    replay.lengths = [args.n] * count
     replay.newest, replay.frames, replay.position = count, count * args.n, count * args.n % args.buffer_size
     return games, agent, replay
 
@@ -70,9 +73,9 @@ def without_cvae(args, cvae, batch):
 
 
 def cvae_update(args, agent, batch):
-    agent.cvae_optimizer.zero_grad()
+    agent.optimizer.zero_grad()
     offdae_offpolicy.cvae_loss(args, agent.cvae, batch)[0].backward()
-    agent.cvae_optimizer.step()
+    agent.optimizer.step()
 
 
 def utilisation():
@@ -86,7 +89,6 @@ def utilisation():
             games, agent, replay = filled(script, args, 20_000)
             if script is offdae_offpolicy:
                 original, script.cvae_loss = script.cvae_loss, without_cvae
-                agent.cvae_optimizer = torch.optim.SGD([torch.zeros(1)])
             ends = -(-args.batch_size // n)
             needed = needed_flops(args, games.channels, len(games.action_set), args.batch_size, args.batch_size + ends)
             counted = counted_flops(lambda: script.update(args, agent, replay))  # noqa: B023
@@ -225,7 +227,7 @@ def against_a_plain_loop():
         rng = np.random.default_rng(0)
         for _ in range(150):
             replay.add(games.step(rng.integers(len(games.action_set), size=args.num_envs)))
-        starts, lengths = torch.from_numpy(replay.host_segments[replay.oldest : replay.newest]).long().unbind(1)
+        starts, lengths = replay.ring["segments"][replay.oldest : replay.newest].unbind(1)
         where = starts[:, None] + torch.arange(n).clamp(max=n - 1)
         mask = torch.arange(n) < lengths[:, None]
         where = torch.where(mask, where, starts[:, None]) % args.buffer_size
@@ -255,8 +257,7 @@ def growth():
     for _ in range(REPEATS):
         ratios.append(timed(offdae_dae.update, args, agent, many) / timed(offdae_dae.update, args, agent, few))
     row("update with 1,000,000 frames in replay / with 20,000", ratios, "", "1")
-    arrays = [*many.ring.values(), many.segments]
-    size = sum(array.nbytes for array in arrays) / 1e6
+    size = sum(ring.nbytes for ring in many.ring.values()) / 1e6
     row("full Seaquest replay on the device", [size], " MB", "≤ 300 MB")
     for script in ("offdae_dae", "offdae_offpolicy"):
         for n in (8, 32):
