@@ -133,16 +133,20 @@ def null_space(C):
     return np.swapaxes(Vh[..., rank[0] :, :], -1, -2)
 
 
-def constrained_least_squares(X, y, weight, C):
-    """argmin_x Σ_i weight_i (X_i·x − y_i)² subject to Cx = 0; the shortest x if there are several.
+def least_squares(X, y, weight):
+    """argmin_x Σ_i weight_i (X_i·x − y_i)², the shortest x if there are several; all may have batch dimensions."""
+    root = np.sqrt(weight)[..., None]
+    return (np.linalg.pinv(root * X, rcond=RCOND) @ (root * y[..., None]))[..., 0]
 
-    Any argument may carry leading batch dimensions. Coordinates along an orthonormal basis of the constraints' null
-    space have the length of x itself, so the pseudoinverse picks the same x whatever the basis.
+
+def constrained_least_squares(X, y, weight, C):
+    """The same subject to Cx = 0.
+
+    Coordinates along an orthonormal basis of the constraints' null space have the length of x itself, so the
+    pseudoinverse picks the same x whatever the basis.
     """
     basis = null_space(C)
-    root = np.sqrt(weight)[..., None]
-    z = np.linalg.pinv(root * (X @ basis), rcond=RCOND) @ (root * y[..., None])
-    return (basis @ z)[..., 0]
+    return (basis @ least_squares(X @ basis, y, weight)[..., None])[..., 0]
 
 
 def free_directions(X, weight, C):
@@ -265,22 +269,22 @@ def classic_stoch_mdp():
 def classic_stoch_estimates(mdp, trajectories, counts):
     """Estimates [..., 2] of V(1) and V(2) by DAE and Off-policy DAE from counts [..., N] of the N trajectories.
 
-    The unknowns are V(1), V(2), A(3,u), A(3,d), B(4,5), B(4,6): the constraints make every other A and B zero, and no
-    trajectory starts elsewhere. Features carry no discount here, as γ = 1.
+    As in Appendix `app:classic`, each constraint removes one unknown before the pseudoinverse is taken:
+    A(3,d) = −A(3,u) and B(4,6) = −B(4,5) p(5|4)/p(6|4). V(1), V(2), A(3,u) and B(4,5) remain: every other A and B is
+    zero, and no trajectory starts elsewhere. Features carry no discount here, as γ = 1.
     """
     phi = features(mdp, trajectories)
-    X = np.column_stack([phi.start[:, 1:3], phi.advantage[:, 3], phi.luck[:, 4, U, 5:7]])
-    skill = np.array([0, 0, 0.5, 0.5, 0, 0])  # Σ_a π(a|3) A(3,a) = 0
-    oracle = np.stack([skill, np.array([0, 0, 0, 0, *mdp.p[4, U, 5:7]])])
-    learned = np.broadcast_to(oracle, (*counts.shape[:-1], 2, 6)).copy()
+    X = np.column_stack([phi.start[:, 1:3], phi.advantage[:, 3, U] - phi.advantage[:, 3, D]])
+    estimates = {"DAE": least_squares(X, phi.returns, counts)[..., :2]}
     # state 4 is on every trajectory, so one trajectory is enough for its transition frequencies to exist
-    learned[..., 1, 4:] = counts @ X[:, 4:] / counts.sum(axis=-1, keepdims=True)
-    solutions = {
-        "DAE": constrained_least_squares(X[:, :4], phi.returns, counts, skill[None, :4]),
-        "Off-policy DAE (learned p)": constrained_least_squares(X, phi.returns, counts, learned),
-        "Off-policy DAE (oracle p)": constrained_least_squares(X, phi.returns, counts, oracle),
-    }
-    return {method: x[..., :2] for method, x in solutions.items()}
+    to_5, to_6 = phi.luck[:, 4, U, 5], phi.luck[:, 4, U, 6]
+    learned, oracle = (counts @ to_5 / counts.sum(axis=-1))[..., None], np.full((*counts.shape[:-1], 1), mdp.p[4, U, 5])
+    for name, p_5 in (("learned p", learned), ("oracle p", oracle)):
+        odds = p_5 / np.where(p_5 < 1, 1 - p_5, 1)
+        luck = np.where(p_5 < 1, to_5 - odds * to_6, 0.0)  # p(5|4) = 1 leaves no luck: B(4,5) = 0
+        X_luck = np.concatenate([np.broadcast_to(X, (*luck.shape, 3)), luck[..., None]], axis=-1)
+        estimates[f"Off-policy DAE ({name})"] = least_squares(X_luck, phi.returns, counts)[..., :2]
+    return estimates
 
 
 # --- Counterexample: off-policy ---------------------------------------------------------------------------------------

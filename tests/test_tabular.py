@@ -338,14 +338,25 @@ def test_stochastic_estimates_equal_one_regression_per_dataset(stochastic):
             start = np.array([[states[i, 0] == 1, states[i, 0] == 2] for i in dataset], dtype=float)
             u, lucky = (actions[dataset, 1] == U).astype(float), (states[dataset, 3] == 5).astype(float)
             returns = u + lucky
-            skill = (2 * u - 1) / 2**0.5  # A(3,·) = x (1, −1)/√2
             for method, p in (("DAE", None), ("learned p", lucky.mean()), ("oracle p", 0.5)):
-                columns = [start, skill]
-                if p is not None:  # B(4,·) = x (1 − p, −p)/norm, which is centred
-                    columns.append(np.where(lucky, 1 - p, -p) / np.hypot(1 - p, p))
+                columns = [start, 2 * u - 1]  # A(3,d) = −A(3,u)
+                if p == 1:
+                    columns.append(0 * lucky)  # p(5|4) B(4,5) = 0
+                elif p is not None:
+                    columns.append(np.where(lucky, 1, -p / (1 - p)))  # B(4,6) = −B(4,5) p(5|4)/p(6|4)
                 expected = np.linalg.lstsq(np.column_stack(columns), returns, rcond=1e-10)[0][:2]
                 name = method if p is None else f"Off-policy DAE ({method})"
                 np.testing.assert_allclose(estimates[name][seed, k], expected, atol=1e-10, err_msg=name)
+
+
+def test_shortest_solution_shares_one_return_equally_among_its_unknowns(stochastic):
+    """As the pseudoinverse of `app:classic` does: V(s), ±A(3,u) and, if p leaves it free, ±B(4,5) are equal."""
+    trajectories, counts, estimates = stochastic
+    first = counts[:, 0].argmax(axis=-1)
+    returns = (trajectories.actions[first, 1] == U) + (trajectories.states[first, 3] == 5).astype(float)
+    assert set(returns) == {0, 1, 2}
+    for method, unknowns in (("DAE", 2), ("Off-policy DAE (learned p)", 2), ("Off-policy DAE (oracle p)", 3)):
+        np.testing.assert_allclose(estimates[method][:, 0].sum(axis=-1), returns / unknowns, atol=1e-12, err_msg=method)
 
 
 def test_stochastic_estimates_converge_to_one(stochastic):
