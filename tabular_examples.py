@@ -2,17 +2,20 @@
 
     python tabular_examples.py --out figures
 
-draws four pictures and prints a table for each:
+draws five pictures and prints a table for each:
 
     classic.png             MC, Batch TD(0) and DAE on a deterministic MDP            (Figure `classic`)
     classic_stochastic.png  DAE and Off-policy DAE on a stochastic one                (Figure `classic_stoch`)
     counterexample.png      DAE is biased off-policy, and the luck term removes that  (Appendix `app:counter`)
     theorem.png             who recovers V^π from another policy's data, exactly      (Theorem `thm:main`)
+    policy.png              what a biased critic costs the policy that it trains      (cf. Figure `results`)
 
 Nothing is trained: every estimate is the solution of a linear system. Labels in the docstrings are the paper's.
 """
 
 import argparse
+import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,12 +48,15 @@ def uniform_policy(mdp):
 
 
 def exact_solution(mdp, pi):
-    """V^π, A^π and B^π(s,a,s') = V^π(s') − E[V^π(s')|s,a] (Eq. `intro_b`); B is 0 where p(s'|s,a) = 0."""
-    p_pi = np.einsum("sa,sat->st", pi, mdp.p)
-    V = np.linalg.solve(np.eye(len(p_pi)) - mdp.gamma * p_pi, (pi * mdp.r).sum(axis=-1))
-    next_value = mdp.p @ V  # [S, A] nature's value
-    A = np.where(available(mdp), mdp.r + mdp.gamma * next_value - V[:, None], 0.0)
-    B = np.where(mdp.p > 0, V - next_value[..., None], 0.0)
+    """V^π, A^π and B^π(s,a,s') = V^π(s') − E[V^π(s')|s,a] (Eq. `intro_b`); B is 0 where p(s'|s,a) = 0.
+
+    All of them may carry leading batch dimensions.
+    """
+    p_pi = np.einsum("...sa,...sat->...st", pi, mdp.p)
+    V = np.linalg.solve(np.eye(p_pi.shape[-1]) - mdp.gamma * p_pi, (pi * mdp.r).sum(axis=-1)[..., None])[..., 0]
+    next_value = np.einsum("...sat,...t->...sa", mdp.p, V)  # nature's value
+    A = np.where(available(mdp), mdp.r + mdp.gamma * next_value - V[..., None], 0.0)
+    B = np.where(mdp.p > 0, V[..., None, None, :] - next_value[..., None], 0.0)
     return V, A, B
 
 
@@ -408,6 +414,154 @@ def uniqueness_cases(seed=0):
     return {name: agreement(*case) for name, case in cases.items()}
 
 
+# --- Policy optimisation: what the bias of a critic costs -------------------------------------------------------------
+
+POLICY_METHODS = ("Off-policy DAE", "Tree Backup", "DAE", "Uncorrected")
+ITERATIONS, FLOOR = 100, 1e-4  # of policy improvement; the smallest probability of an action
+SWEEPS = (  # cells (randomness of the worlds, share of μ in the behaviour policy, n transitions per backup)
+    [(x, 1.0, 2) for x in (0.0, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0)],
+    [(0.5, x, 2) for x in (0.0, 0.25, 0.5, 0.75, 1.0)],
+    [(0.5, 1.0, n) for n in (1, 2, 3, 4)],
+    [(0.0, 1.0, n) for n in (1, 2, 3, 4)],
+)
+
+
+def random_worlds(randomness, worlds, seed=0, S=4, A=3, gamma=0.9):
+    """MDPs, and a μ for each, stacked along a first dimension. Only p depends on `randomness`, which is 0 where every
+    transition is deterministic and 1 where it is uniform. μ is squared so that some actions are rare."""
+    rng = np.random.default_rng(seed)
+    p = (1 - randomness) * np.eye(S)[rng.integers(S, size=(worlds, S, A))] + randomness / S
+    mu = random_distribution(rng, worlds, S, A) ** 2
+    mdp = MDP(p, rng.normal(size=(worlds, S, A)), gamma, random_distribution(rng, worlds, S))
+    return mdp, mu / mu.sum(axis=-1, keepdims=True)
+
+
+def q_critic(mdp, mu, n, method):
+    """A function from π to the V and A of the Q that is its own expected n-step target, with data of μ.
+
+    Uncorrected: Q = E_μ[Σ γ^t r_t + γ^n V(s_n) | s, a]. Tree Backup (Eq. `tree`): 0 = E_μ[Σ γ^t π_1 ... π_t δ_t | s, a]
+    with π_t = π(a_t|s_t) and the TD error δ_t = r_t + γ V(s_{t+1}) − Q(s_t, a_t), which Q^π solves.
+    """
+    W, S, A = mdp.r.shape
+
+    def onward(weight):  # [W, S·A, S·A] from (s,a) to the next (s',a')
+        return mdp.gamma * np.einsum("wsat,wtb->wsatb", mdp.p, weight).reshape(W, S * A, S * A)
+
+    def critic(pi):
+        tree = method == "Tree Backup"
+        powers = [np.linalg.matrix_power(onward(mu * pi if tree else mu), t) for t in range(n)]
+        left = sum(powers) @ (np.eye(S * A) - onward(pi)) if tree else np.eye(S * A) - powers[-1] @ onward(pi)
+        Q = np.linalg.solve(left, sum(powers) @ mdp.r.reshape(W, S * A, 1)).reshape(W, S, A)
+        V = (pi * Q).sum(axis=-1)
+        return V, Q - V[..., None]
+
+    return critic
+
+
+def transition_moments(mdp, mu, n):
+    """[W, n·T, n·T]: P(x_t = i, x_u = j) for all pairs of the n transitions x = (s,a,s') of a trajectory, T = S·A·S.
+
+    These replace the enumeration of trajectories: every feature is a sum over transitions, and a regression needs no
+    more of its features than their second moments.
+    """
+    W, S, A = mdp.r.shape
+    T = S * A * S
+    step = mu[..., None] * mdp.p  # P(a, s' | s)
+    ahead = [np.einsum("st,wtau->wstau", np.eye(S), step).reshape(W, S, T)]  # P(x_t | s_0), here for t = 0
+    for _ in range(1, n):
+        ahead.append(step.sum(axis=2) @ ahead[-1])
+    moments = np.zeros((W, n, T, n, T))
+    for t in range(n):
+        now = (mdp.start[:, None] @ ahead[t])[:, 0, :, None]  # P(x_t)
+        moments[:, t, :, t] = now * np.eye(T)
+        for u in range(t + 1, n):
+            joint = now * np.tile(ahead[u - t - 1], (1, S * A, 1))  # x_u depends on x_t through s', its last index
+            moments[:, t, :, u], moments[:, u, :, t] = joint, joint.swapaxes(1, 2)
+    return moments.reshape(W, n * T, n * T)
+
+
+def centring(policy):
+    """[W, X·Y, X·(Y−1)], the matrix of f(x,y) − Σ_y policy(y|x) f(x,y); f is 0 at the likeliest y, and so unique."""
+    W, X, Y = policy.shape
+    others = policy.argsort(axis=-1)[:, :, None, :-1]
+    block = np.take_along_axis(np.eye(Y) - policy[:, :, None], others, axis=-1)
+    return np.einsum("xk,wxyz->wxykz", np.eye(X), block).reshape(W, X * Y, X * (Y - 1))
+
+
+def dae_critic(mdp, mu, n, method):
+    """A function from π to V and A: the fixed point of `solve_off_policy` with a target network, for many MDPs at once.
+
+    What depends on the data alone is computed before π is known.
+    """
+    W, S, A = mdp.r.shape
+    K, T = S + S * A, S * A * S  # entries of (V, A), and of B
+    s, a, s_next = np.indices((S, A, S)).reshape(3, T)
+    X_step = np.hstack([np.zeros((T, S)), np.eye(S * A)[s * A + a], mdp.gamma * np.eye(T)])
+    if method == "DAE":
+        X_step = X_step[:, :K]
+    discount = mdp.gamma ** np.arange(n)
+    X_online, y = np.kron(discount[:, None], X_step), np.kron(discount, mdp.r[:, s, a])
+    X_online[:T, :S] = np.eye(S)[s]
+    X = X_online.copy()
+    X[-T:, :S] -= mdp.gamma**n * np.eye(S)[s_next]
+    weighted = X_online.T @ transition_moments(mdp, mu, n)
+    left = weighted @ X
+    system = np.concatenate([left[..., :K], weighted @ y[..., None]], axis=-1)  # [W, K (+ T), K+1] the normal equations
+    if method == "Off-policy DAE":  # B's constraint does not depend on π: B is eliminated once, in terms of V and A
+        centre = centring(mdp.p.reshape(W, S * A, S))
+        of_B = centre.swapaxes(1, 2) @ left[:, K:, K:] @ centre
+        never = of_B.diagonal(axis1=1, axis2=2) == 0  # transitions that do not happen
+        of_B += never[..., None] * np.eye(never.shape[1])
+        B = centre @ np.linalg.solve(of_B, centre.swapaxes(1, 2) @ system[:, K:])
+        system = system[:, :K] - left[:, :K, K:] @ B
+
+    def critic(pi):
+        basis = np.zeros((W, K, S * A))
+        basis[:, :S, :S], basis[:, S:, S:] = np.eye(S), centring(pi)
+        equations = basis.swapaxes(1, 2) @ system
+        x = basis @ np.linalg.solve(equations[..., :K] @ basis, equations[..., K:])
+        return x[:, :S, 0], x[:, S:, 0].reshape(W, S, A)
+
+    return critic
+
+
+def optimise_policy(mdp, mu, method, n, mu_share=1.0):
+    """π after ITERATIONS improvements by the method's critic, from data of the policy mu_share μ + (1 − mu_share) π."""
+    make_critic = dae_critic if method in ("DAE", "Off-policy DAE") else q_critic
+    pi = uniform_policy(mdp)
+    for i in range(ITERATIONS):
+        if i == 0 or mu_share < 1:
+            critic = make_critic(mdp, mu_share * mu + (1 - mu_share) * pi, n, method)
+        _, A = critic(pi)
+        pi = pi * np.exp(A / A.std(axis=(1, 2), keepdims=True))
+        pi = np.maximum(pi / pi.sum(axis=-1, keepdims=True), FLOOR)
+        pi /= pi.sum(axis=-1, keepdims=True)
+    return pi
+
+
+def share_reached(mdp, pi):
+    """[W] the value of π from the start states: 0 is that of the uniform policy, 1 that of the optimal one."""
+    best = uniform_policy(mdp)
+    for _ in range(best[0].size):  # policy iteration
+        best = np.eye(best.shape[-1])[exact_solution(mdp, best)[1].argmax(axis=-1)]
+    low, value, high = ((mdp.start * exact_solution(mdp, x)[0]).sum(axis=-1) for x in (uniform_policy(mdp), pi, best))
+    return (value - low) / (high - low)
+
+
+def policy_shares(worlds=200):
+    """{(randomness, share of μ, n): {method: [worlds] share_reached}}, for the cells of SWEEPS."""
+    shares = {cell: {} for cells in SWEEPS for cell in cells}
+    start = time.monotonic()
+    for done, ((randomness, mu_share, n), reached) in enumerate(shares.items(), start=1):
+        mdp, mu = random_worlds(randomness, worlds)
+        for method in POLICY_METHODS:
+            reached[method] = share_reached(mdp, optimise_policy(mdp, mu, method, n, mu_share))
+        left = (time.monotonic() - start) * (len(shares) - done) / done
+        print(f"\r{done} of {len(shares)} cells, {left:3.0f} s left", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return shares
+
+
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
@@ -474,6 +628,17 @@ def print_uniqueness(cases):
         print(f"  {name:56}" + "   ".join(f"{x} {'yes' if a else 'no':3}" for x, a in zip("VAB", agree, strict=True)))
 
 
+def print_policy(shares):
+    worlds = len(shares[SWEEPS[0][0]]["DAE"])
+    print(f"\npolicy: {ITERATIONS} improvements by each critic, on the same {worlds} random worlds in every row")
+    print("value of π, 0 for the uniform and 1 for the optimal policy: mean, worst, and worlds that fail (below 0.99)")
+    print(f"{'randomness':>10}{'share of μ':>12}{'n':>4}" + "".join(f"{method:>22}" for method in POLICY_METHODS))
+    for randomness, mu_share, n in sum(SWEEPS, start=[]):
+        row = [shares[randomness, mu_share, n][method] for method in POLICY_METHODS]
+        row = "".join(f"{f'{x.mean():.3f} {x.min():6.2f} {np.mean(x < 0.99):4.0%}':>22}" for x in row)
+        print(f"{randomness:10.2f}{mu_share:12.2f}{n:4}{row}")
+
+
 # --- Figures ----------------------------------------------------------------------------------------------------------
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers
@@ -485,6 +650,7 @@ STYLES = {
     "Off-policy DAE (learned p)": ("#CC79A7", "--"),
     "Off-policy DAE (oracle p)": ("#D55E00", "-."),
     "Uncorrected": ("#E69F00", ":"),
+    "Tree Backup": ("#009E73", "--"),
 }
 FONTS = {"font.size": 15, "legend.fontsize": 14, "axes.titlesize": 15, "lines.linewidth": 2.5}
 
@@ -564,8 +730,32 @@ def draw_theorem(path, errors):
         ax.set_xlabel("n")
     for ax in axes[:, 0]:
         ax.set_ylabel(r"max$_s$ $|\hat{V}(s) - V^π(s)|$")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=3)
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    save(fig, path)
+
+
+def draw_policy(path, shares):
+    fig = Figure(figsize=(13, 7.6), layout="constrained")
+    axes = fig.subplots(2, 3, sharex="col", sharey="row")
+    for i, (top, bottom) in enumerate(axes.T):
+        x = [cell[i] for cell in SWEEPS[i]]  # the coordinate that this sweep varies
+        for method, marker, size in zip(POLICY_METHODS, "oD^s", (11, 5, 8, 7), strict=True):
+            style = {"color": STYLES[method][0], "linestyle": STYLES[method][1], "marker": marker, "markersize": size}
+            reached = np.array([shares[cell][method] for cell in SWEEPS[i]])
+            top.plot(x, reached.mean(axis=1), **style, label=method)
+            top.fill_between(
+                x, *np.quantile(reached, (0.1, 0.9), axis=1), color=style["color"], alpha=0.15, linewidth=0
+            )
+            bottom.plot(x, 100 * (reached < 0.99).mean(axis=1), **style)
+    axes[0, 0].set(title="how random the world is\n(data from μ, n = 2)")
+    axes[0, 1].set(title="how far the data is from the policy\n(randomness 0.5, n = 2)")
+    axes[0, 2].set(title="how long the backup is\n(randomness 0.5, data from μ)")
+    axes[1, 0].set(xlabel="0: deterministic,\n1: every next state is equally likely")
+    axes[1, 1].set(xlabel="0: the policy's own data,\n1: that of another policy μ")
+    axes[1, 2].set(xlabel="n", xticks=(1, 2, 3, 4))
+    axes[0, 0].set_ylabel("share of the possible\nimprovement reached\n(band: 80% of the worlds)")
+    axes[1, 0].set_ylabel("worlds that fail (%):\nless than 99% reached")
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     save(fig, path)
 
 
@@ -612,6 +802,11 @@ def main(argv=None):
         print_theorem(errors, identities)
         draw_theorem(args.out / "theorem.png", errors)
         print_uniqueness(uniqueness_cases())
+
+        print("\noptimising the policies of random worlds ...", flush=True)
+        shares = policy_shares()
+        print_policy(shares)
+        draw_policy(args.out / "policy.png", shares)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """The numbers of tabular_examples.py: against the paper's statements, and against slow references written out here."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -30,6 +32,11 @@ def stochastic():
 def theorem():
     """Other MDPs than the script's own."""
     return te.theorem_errors(seed=1, repeats=3)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return te.policy_shares(worlds=30)
 
 
 def random_case(seed, S, A, gamma, terminal=False, deterministic=False):
@@ -566,6 +573,148 @@ def test_uniqueness_table():
     assert list(te.uniqueness_cases().values()) == [yes, no, yes, (False, True, True)]
 
 
+# --- Policy optimisation ----------------------------------------------------------------------------------------------
+
+
+def stack(mdps):
+    return te.MDP(
+        *(np.stack([getattr(mdp, x) for mdp in mdps]) for x in ("p", "r")), 0.9, np.stack([m.start for m in mdps])
+    )
+
+
+def unstack(worlds):
+    return [te.MDP(p, r, worlds.gamma, start) for p, r, start in zip(worlds.p, worlds.r, worlds.start, strict=True)]
+
+
+def test_random_worlds_go_from_deterministic_to_uniform_and_change_nothing_else():
+    (first, mu), (middle, _), (last, mu_last) = (te.random_worlds(x, 50) for x in (0, 0.5, 1))
+    assert set(np.unique(first.p)) == {0, 1}
+    np.testing.assert_allclose(middle.p, (first.p + last.p) / 2)
+    assert (last.p == 0.25).all()
+    for x, y in ((first.r, last.r), (first.start, last.start), (mu, mu_last)):
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_allclose([mu.sum(axis=-1), first.p.sum(axis=-1)[..., 0]], 1)
+    assert np.median(mu.max(axis=-1) / mu.min(axis=-1)) > 4  # well off the uniform policy
+
+
+def test_exact_solution_of_many_mdps_is_that_of_each():
+    worlds, mu = te.random_worlds(0.3, 4)
+    for together, *one in zip(te.exact_solution(worlds, mu), *map(te.exact_solution, unstack(worlds), mu), strict=True):
+        np.testing.assert_allclose(together, one, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["deterministic", "some successors missing", "all successors"])
+@pytest.mark.parametrize("method", ["DAE", "Off-policy DAE"])
+def test_dae_critic_is_the_fixed_point_on_all_trajectories(kind, n, method):
+    rng = np.random.default_rng(n)
+    if kind == "all successors":
+        worlds, _ = te.random_worlds(0.4, 3)
+    else:
+        worlds = stack([te.random_mdp(rng, 4, 3, 0.9, deterministic=kind == "deterministic") for _ in range(3)])
+    pi, mu = te.random_distribution(rng, 2, 3, 4, 3)
+    V, A = te.dae_critic(worlds, mu, n, method)(pi)
+    for i, mdp in enumerate(unstack(worlds)):
+        trajectories = te.enumerate_trajectories(mdp, mu[i], n)
+        expected = te.solve_off_policy(mdp, pi[i], trajectories, method, target_network=True)
+        np.testing.assert_allclose(V[i], expected[0], atol=1e-9)
+        np.testing.assert_allclose(A[i], expected[1], atol=1e-9)
+
+
+def n_step_target(mdp, pi, Q, states, actions, method):
+    """Of one trajectory, Q a function of (s, a): as the paper writes them."""
+    value = (pi * Q).sum(axis=1)
+    target = mdp.r[states[-2], actions[-1]] + mdp.gamma * value[states[-1]]
+    for t in range(len(actions) - 2, -1, -1):
+        s, a = states[t + 1], actions[t + 1]
+        if method == "Tree Backup":  # Eq. `tree`
+            target = sum(pi[s, b] * Q[s, b] for b in range(pi.shape[1]) if b != a) + pi[s, a] * target
+        target = mdp.r[states[t], actions[t]] + mdp.gamma * target
+    return target
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("method", ["Uncorrected", "Tree Backup"])
+def test_q_critic_is_its_own_expected_target(method, n):
+    worlds, mu = te.random_worlds(0.4, 2, S=3, A=2)
+    pi = te.random_distribution(np.random.default_rng(0), 2, 3, 2)
+    V, A = te.q_critic(worlds, mu, n, method)(pi)
+    Q = V[..., None] + A
+    np.testing.assert_allclose((pi * A).sum(axis=-1), 0, atol=1e-12)
+    for i, mdp in enumerate(unstack(worlds)):
+        mean, total = np.zeros((3, 2)), np.zeros((3, 2))
+        for (states, actions), prob in enumerate_slowly(mdp, mu[i], n).items():
+            mean[states[0], actions[0]] += prob * n_step_target(mdp, pi[i], Q[i], states, actions, method)
+            total[states[0], actions[0]] += prob
+        np.testing.assert_allclose(Q[i], mean / total, atol=1e-10)
+    error = np.abs(A - te.exact_solution(worlds, pi)[1]).max(axis=(1, 2))
+    assert (error < 1e-10).all() if n == 1 or method == "Tree Backup" else (error > 1e-3).all()
+
+
+def test_share_reached_is_measured_from_the_uniform_to_the_best_of_all_policies():
+    worlds, mu = te.random_worlds(0.3, 5, S=3, A=3)
+    shares = np.array(
+        [
+            te.share_reached(worlds, np.broadcast_to(np.eye(3)[list(actions)], (5, 3, 3)))
+            for actions in itertools.product(range(3), repeat=3)
+        ]
+    )
+    np.testing.assert_allclose(shares.max(axis=0), 1, atol=1e-12)
+    assert (shares.min(axis=0) < 0).all()
+    np.testing.assert_allclose(te.share_reached(worlds, te.uniform_policy(worlds)), 0, atol=1e-12)
+
+
+def failing(policy, cell, method):
+    """Share of the worlds in which the policy stays below 99% of the possible improvement."""
+    return (policy[cell][method] < 0.99).mean()
+
+
+def test_unbiased_critics_lead_to_the_optimal_policy_everywhere(policy):
+    assert len(policy) == len({cell for cells in te.SWEEPS for cell in cells}) == 17
+    for cell, shares in policy.items():
+        assert set(shares) == set(te.POLICY_METHODS)
+        for method in ("Off-policy DAE", "Tree Backup"):
+            assert 0.99 < shares[method].min() and shares[method].max() <= 1 + 1e-12, (cell, method)
+
+
+def test_one_step_backups_and_on_policy_data_need_no_correction(policy):
+    for cell in ((0.0, 1.0, 1), (0.5, 1.0, 1), (0.5, 0.0, 2)):
+        for method in ("DAE", "Uncorrected"):
+            assert failing(policy, cell, method) == 0, (cell, method)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_without_randomness_dae_is_optimal_and_uncorrected_is_not(policy, n):
+    assert failing(policy, (0.0, 1.0, n), "DAE") == 0
+    assert failing(policy, (0.0, 1.0, n), "Uncorrected") > 0.25
+    assert policy[0.0, 1.0, n]["Uncorrected"].mean() < 0.95
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_with_randomness_both_fail(policy, n):
+    for method in ("DAE", "Uncorrected"):
+        assert failing(policy, (0.5, 1.0, n), method) > 0.15, method
+    assert policy[0.5, 1.0, n]["DAE"].mean() < 0.97
+
+
+def test_randomness_costs_dae_and_relieves_uncorrected(policy):
+    """Where the next state does not depend on the action, actions differ only in their reward, which is not biased."""
+    dae, uncorrected = ([failing(policy, cell, m) for cell in te.SWEEPS[0]] for m in ("DAE", "Uncorrected"))
+    assert dae[0] == 0 and dae[1] > 0.1 and min(dae[3:]) > 0.3
+    assert dae[0] < dae[1] < dae[3]
+    assert uncorrected[-1] == 0 and uncorrected[0] > 0.25
+    mean = [policy[cell]["Uncorrected"].mean() for cell in te.SWEEPS[0]]
+    assert mean == sorted(mean)
+
+
+def test_loss_grows_with_the_distance_between_data_and_policy(policy):
+    for method in ("DAE", "Uncorrected"):
+        mean = [policy[cell][method].mean() for cell in te.SWEEPS[1]]
+        assert mean == sorted(mean, reverse=True), method
+        fails = [failing(policy, cell, method) for cell in te.SWEEPS[1]]
+        assert fails == sorted(fails) and fails[0] == 0 < fails[2] < fails[-1], method
+
+
 # --- Command line -----------------------------------------------------------------------------------------------------
 
 
@@ -587,10 +736,11 @@ def test_out_that_is_a_file_exits_with_status_2(tmp_path, capsys):
     assert "cannot be made a directory" in capsys.readouterr().err
 
 
-def test_script_prints_what_the_functions_return(tmp_path, monkeypatch, capsys, theorem):
+def test_script_prints_what_the_functions_return(tmp_path, monkeypatch, capsys, theorem, policy):
     monkeypatch.setattr(te, "theorem_errors", lambda: theorem)
+    monkeypatch.setattr(te, "policy_shares", lambda: policy)
     te.main(["--out", str(tmp_path / "a" / "figures"), "--seeds", "30"])
-    names = {"classic.png", "classic_stochastic.png", "counterexample.png", "theorem.png"}
+    names = {"classic.png", "classic_stochastic.png", "counterexample.png", "theorem.png", "policy.png"}
     assert {path.name for path in (tmp_path / "a" / "figures").iterdir()} == names
     out = capsys.readouterr().out
     mdp = te.classic_mdp()
@@ -600,3 +750,6 @@ def test_script_prints_what_the_functions_return(tmp_path, monkeypatch, capsys, 
     row = "".join(f"{x:.4f}".rjust(width) for x, width in ((0.45, 10), (0.9 / 9.11111111, 10)))
     assert f"    0.90    0.10{row}" in out
     assert f"{theorem[0][False, False, 'Off-policy DAE', 3].max():.1e}" in out
+    shares = policy[0.25, 1.0, 2]["DAE"]
+    cell = f"{shares.mean():.3f} {shares.min():6.2f} {np.mean(shares < 0.99):4.0%}"
+    assert any(line.startswith("      0.25        1.00   2") and cell in line for line in out.splitlines())
