@@ -1,6 +1,9 @@
 """The numbers of tabular_examples.py: against the paper's statements, and against slow references written out here."""
 
 import itertools
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -734,6 +737,16 @@ def test_out_that_is_a_file_exits_with_status_2(tmp_path, capsys):
         te.main(["--out", str(tmp_path / "taken")])
     assert exit_info.value.code == 2
     assert "cannot be made a directory" in capsys.readouterr().err
+
+
+def test_interrupt_ends_with_one_line_and_status_130(tmp_path):
+    command = [sys.executable, "-u", te.__file__, "--out", str(tmp_path), "--seeds", "1"]
+    script = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "theorem ..." not in script.stdout.readline():
+        pass
+    script.send_signal(signal.SIGINT)
+    _, err = script.communicate(timeout=60)
+    assert (script.returncode, err) == (130, "\ninterrupted\n")
 
 
 def test_script_prints_what_the_functions_return(tmp_path, monkeypatch, capsys, theorem, policy):
