@@ -193,7 +193,7 @@ for argument in "$@"; do
             help
             exit
             ;;
-        *) die 2 "unknown argument $argument: --small, --dry-run and --help are those there are" ;;
+        *) die 2 "unknown argument $argument: see --help" ;;
     esac
 done
 
@@ -206,7 +206,7 @@ for index in ${args[@]+"${!args[@]}"}; do
         --total-timesteps) FRAMES=${args[index + 1]-} ;;
         --total-timesteps=*) FRAMES=${args[index]#*=} ;;
         --env-id* | --n | --n=* | --seed* | --run-name* | --runs-dir* | --exp-name* | --resume | --no-target-network | --evaluate*)
-            die 2 "ARGS: ${args[index]} is benchmark.sh's to set; METHODS, ENVS, NS, SEEDS and RUNS say which runs there are"
+            die 2 "ARGS: ${args[index]} is set by benchmark.sh; METHODS, ENVS, NS, SEEDS and RUNS say which runs there are"
             ;;
     esac
 done

@@ -7,7 +7,7 @@
   MinAtar) make groups, with tables and figures of their own. A method's own settings (the CVAE's) and the version of
   its script make variants (a), (b), ... with a column each; `--mix-versions` averages over versions, and says so.
 - What is compared over several games or n is compared over those that every method has.
-- Missing is what lacks in the grid that the runs of a group span, or in the paper's with `--paper-grid`.
+- Missing: cells without a run in the grid that the runs of a group span, or in the paper's with `--paper-grid`.
 """
 
 import csv
@@ -625,7 +625,7 @@ DETAIL_NAMES = {
 }
 DETAILS = """Lowest and highest of the seeds: the mean length of the evaluation's episodes, the time that training took,
 and means over the last tenth of training of the reward, of what advantage and luck amount to (in reward) and of what
-the CVAE knows (in nats). With KL(q‖p) = 0 luck is 0: right for a deterministic game, a dead CVAE in another."""
+the CVAE knows (in nats). With KL(q‖p) = 0 luck is 0: right for a deterministic game, posterior collapse in another."""
 
 
 def read_baseline(path, games):
@@ -685,7 +685,7 @@ def group_sections(group, i, prefix, apart, baseline, paper_grid):
 def main():
     args, unknown = tyro.cli(Args, return_unknown_args=True)
     if unknown:
-        refuse(f"unknown argument {unknown[0]}: --help lists those there are")
+        refuse(f"unknown argument {unknown[0]}: see --help")
     runs, unusable = read_runs(args.runs)
     baseline = read_baseline(args.baseline, sorted({run.game for run in runs}))
     found = len(runs) + len(unusable)

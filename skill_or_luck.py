@@ -72,7 +72,7 @@ def refuse(message):
 def parse_options():
     options, unknown = tyro.cli(Options, description=__doc__, return_unknown_args=True)
     if unknown:
-        refuse(f"unknown argument {unknown[0]}: --help lists those there are")
+        refuse(f"unknown argument {unknown[0]}: see --help")
     for name, least in dict(seed=0, episodes=1, max_steps=1, moments=2, copies=2).items():
         if getattr(options, name) < least:
             refuse(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least {least}")
