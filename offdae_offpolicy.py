@@ -84,9 +84,7 @@ class Args:
     track: bool = False  # log to Weights & Biases too; WANDB_PROJECT and WANDB_ENTITY say where
     target_network: bool = True  # bootstrap with the EMA network, or with the trained network and its gradient
     latent_size: int = 16  # latents z, the outcomes that chance can have
-    decode_latents: int = (
-        16  # latents that each frame is decoded with, all or the likeliest and one drawn from the rest
-    )
+    decode_latents: int = 16  # latents to decode each frame with, all or the likeliest and one drawn from the rest
     cvae_channels: int = 128  # channels of the CVAE, half as many in the first and last block
     ent_coef: float = 1e-4  # weight of the posterior's entropy at the end of the run, 300 times that at the start
     bf16: bool = False  # run the CVAE in bfloat16
