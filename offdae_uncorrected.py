@@ -104,10 +104,10 @@ def parse_args():
     args = tyro.cli(Args, default=Args(**SMALL) if "--small" in sys.argv else Args(), description=__doc__)
     path, saved = Path(args.evaluate or Path(args.runs_dir, args.run_name)), {}
     if path.is_dir():
-        path /= "checkpoint.pt" if (path / "checkpoint.pt").exists() and not args.evaluate else "model.pt"
+        path /= "model.pt" if args.evaluate or (path / "eval.json").exists() else "checkpoint.pt"
     if args.evaluate or (args.resume and path.is_file()):
         saved = read(path, "cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-        args = tyro.cli(Args, default=Args(**saved["args"]))
+        args = tyro.cli(Args, default=Args(**saved["args"] | dict(cuda=args.cuda)))
         for name in saved["args"].keys() - (EVALUATE_MAY_DIFFER if args.evaluate else RESUME_MAY_DIFFER):
             if saved["args"][name] != (value := getattr(args, name)):
                 stop(f"{path} was saved with --{name.replace('_', '-')} {saved['args'][name]}, not {value}")
@@ -232,7 +232,7 @@ class Replay:
             self.frames -= self.lengths[self.oldest]
             self.oldest += 1
         while len(self.ring["terminal"]) < min(self.position + total, capacity):
-            self.ring = {name: torch.cat([ring, ring])[:capacity] for name, ring in self.ring.items()}
+            self.ring = {name: torch.cat([ring, ring[: capacity - len(ring)]]) for name, ring in self.ring.items()}
         game, step = np.nonzero(complete[:, None] & (np.arange(self.n) < self.staged[:, None]))
         where = self.to_device((self.position + np.arange(total)) % capacity)
         for name, stage in self.stage.items():
@@ -409,6 +409,8 @@ def write_atomically(path, content):
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+    except RuntimeError as error:  # torch.save hides the system's error behind one of its own
+        raise error.__context__ or error from None
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -444,7 +446,7 @@ def open_run(args, device, identity, new):
         stop(f"{directory} is being written by {(directory / 'lock').read_text()}", LOCKED)
     (directory / "lock").write_text(f"pid {os.getpid()} on {os.uname().nodename}")
     if new:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=FILE.parent, capture_output=True, text=True)
+        git = subprocess.run("git rev-parse HEAD", shell=True, cwd=FILE.parent, capture_output=True, text=True)
         versions = {name: importlib.metadata.version(name) for name in ("torch", "minatar", "numpy")}
         name = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
         described = identity | dict(sha256=SHA256, git_commit=git.stdout.strip(), device=name, versions=versions)
@@ -458,7 +460,7 @@ def add_point(directory, writer, bar, agent, games, log):
     totals, rate = (log.frames, log.updates, log.rewards, len(games.finished)), agent.optimizer.param_groups[0]["lr"]
     frames, updates, rewards, episodes = (now - last for now, last in zip(totals, log.totals, strict=True))
     returns, lengths, _ = np.mean(games.finished[-episodes:], axis=0) if episodes else ("", "", "")
-    speed = (log.frames - max(log.totals[0], bar.initial)) / (time.time() - max(log.time, bar.start_t))
+    speed = (log.frames - max(log.totals[0], log.started_at)) / (time.time() - log.time)
     losses = (log.sums / updates).tolist() if updates else [""] * len(LOGGED)
     if updates and not np.isfinite(losses).all():
         stop(f"{directory}: not finite at frame {log.frames:,}: {dict(zip(LOGGED, losses, strict=True))}", FAILED)
@@ -478,7 +480,7 @@ def add_point(directory, writer, bar, agent, games, log):
 
 def save_checkpoint(directory, identity, parts):
     """Only of a healthy run. A full disk is no reason to stop it."""
-    if not all(weights.isfinite().all() for weights in parts["network"].parameters()):
+    if not all(x.isfinite().all() for part in parts.values() if isinstance(part, nn.Module) for x in part.parameters()):
         stop(f"{directory}: weights not finite at frame {parts['log'].frames:,}, try a smaller --learning-rate", FAILED)
     saved = {name: part.state_dict() if hasattr(part, "state_dict") else vars(part) for name, part in parts.items()}
     random = torch.get_rng_state(), torch.cuda.get_rng_state_all()
@@ -490,10 +492,10 @@ def save_checkpoint(directory, identity, parts):
 
 # ----------------------------------------------------------------------------------------------------------- main
 def catch_signal(number, _):
-    """The loops look for it; a second Ctrl-C quits at once."""
+    """The loops look for it; another Ctrl-C quits at once. Nothing is written into a pipe: its reader may be gone."""
     signals.append(number)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.write(2, b"\nFinishing this step, then a checkpoint. Ctrl-C again quits now.\n")
+    os.write(2, b"\nFinishing this step, then a checkpoint. Ctrl-C quits now.\n") if sys.stderr.isatty() else None
 
 
 def main():
@@ -515,7 +517,7 @@ def main():
     directory, lock = open_run(args, device, identity, new=not saved)
     if (directory / "eval.json").exists():
         stop(f"{directory} is finished: return {json.loads((directory / 'eval.json').read_text())['mean']:.2f}", 0)
-    log = SimpleNamespace(frames=0, updates=0, rewards=0.0, totals=(0, 0, 0, 0), time=0.0, actions=None, curve=[])
+    log = SimpleNamespace(frames=0, updates=0, rewards=0.0, totals=(0, 0, 0, 0), actions=None, curve=[])
     log.sums = torch.zeros(len(LOGGED), device=device)
     parts = vars(agent) | dict(replay=replay, games=games, log=log)
     if saved:
@@ -532,7 +534,7 @@ def main():
     writer = SummaryWriter(directory, purge_step=log.frames + 1)  # points after the checkpoint will come again
     losses = torch.compile(compute_losses, fullgraph=True, mode="reduce-overhead") if args.compile else compute_losses
     bar = tqdm(total=args.total_timesteps, initial=log.frames, unit=" frames", **BAR)
-    last_checkpoint = 0.0  # so that there is one at once: --resume takes the arguments from it
+    log.time, log.started_at, last_checkpoint = time.time(), log.frames, 0.0  # the first at once, for --resume
 
     while log.frames < args.total_timesteps and not signals:
         # ALGO LOGIC: choose actions
@@ -560,24 +562,24 @@ def main():
             save_checkpoint(directory, identity, parts)
             last_checkpoint = time.time()
 
-    bar.close()
     if args.checkpoint_interval:
         save_checkpoint(directory, identity, parts)
+    bar.close()
     result = evaluate(args, agent.network, device)
     again = f"continue with: python {SCRIPT}.py --runs-dir {args.runs_dir} --run-name {args.run_name} --resume"
     if signals:
-        saved = args.checkpoint_interval > 0
-        stop(f"interrupted, {again if saved else 'without a checkpoint'}", INTERRUPTED if saved else FAILED)
+        resumable = (directory / "checkpoint.pt").exists()
+        stop(f"interrupted, {again if resumable else 'without a checkpoint'}", INTERRUPTED if resumable else FAILED)
     networks = {name: part.state_dict() for name, part in vars(agent).items() if isinstance(part, nn.Module)}
     try:
-        writer.add_scalar("charts/eval_return", result["mean"], log.frames)
-        writer.close()
         write_atomically(directory / "model.pt", identity | networks)
         write_atomically(directory / "eval.json", json.dumps(result, indent=2) + "\n")
     except OSError as error:
         stop(f"{directory}: model and score not saved, {error}; with more room {again}", FAILED)
     (directory / "checkpoint.pt").unlink(missing_ok=True)
     os.unlink(lock.name)
+    writer.add_scalar("charts/eval_return", result["mean"], log.frames)
+    writer.close()
     print(f"Next: tensorboard --logdir {args.runs_dir}, or python {SCRIPT}.py --evaluate {directory}")
 
 

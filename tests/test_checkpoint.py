@@ -80,7 +80,7 @@ def uninterrupted(tmp_path_factory):
 
 def learning(checkpoint, before=0):
     """Whether there is a checkpoint of a run that has made updates, other than the one of `before`."""
-    return checkpoint.exists() and checkpoint.stat().st_mtime_ns > before and checkpoint.stat().st_size > 200_000
+    return checkpoint.exists() and checkpoint.stat().st_mtime_ns > before and checkpoint.stat().st_size > 1_100_000
 
 
 @pytest.mark.slow
@@ -98,7 +98,6 @@ def test_interrupted_by_each_signal_and_resumed_it_is_the_same_run(tmp_path, uni
             assert f"written by pid {process.pid} on {os.uname().nodename}" in second
         process.send_signal(number)
         printed = finish(process, status=75)
-        assert "Finishing this step, then a checkpoint. Ctrl-C again quits now." in printed
         assert "python offdae_dae.py --runs-dir runs --run-name run --resume" in printed
         saved = offdae_dae.read(checkpoint, "cpu")
         events = EventAccumulator(str(checkpoint.parent), size_guidance={"scalars": 0}).Reload()
@@ -166,7 +165,7 @@ def test_killed_many_times_each_script_ends_the_same(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", [2**18, 1000])
+@pytest.mark.parametrize("room", [2**20, 2**18, 1000])
 def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path, uninterrupted, room):
     """Enough room for the model but not for a checkpoint, or for neither: then the score is still printed."""
     checkpoint = tmp_path / "runs" / "run" / "checkpoint.pt"
@@ -179,9 +178,9 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path, uninterrupted, roo
     def small_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, room))
 
-    printed = finish(start("offdae_dae", tmp_path, preexec_fn=small_files), status=0 if room > 1000 else 1)
+    printed = finish(start("offdae_dae", tmp_path, preexec_fn=small_files), status=0 if room == 2**20 else 1)
     assert "warning: no checkpoint at frame 8,000: [Errno 27] File too large" in printed
-    if room > 1000:
+    if room == 2**20:
         assert outcome(tmp_path)[1:4] == outcome(uninterrupted)[1:4]
     else:
         assert "\nreturn " in printed and "model and score not saved, [Errno 27]" in printed
