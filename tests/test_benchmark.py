@@ -197,7 +197,7 @@ def test_interrupted_continued_failed_finished(benchmark, checkout, stand_in):
     runs, grid = checkout / "runs", dict(METHODS="dae", ENVS="asterix", NS="8", SEEDS="1 2", ARGS=TINY + "8000")
     grid |= dict(SETUP="export SET_UP=$NOT_SET; cd .")
     (runs / f"{DAE}2").mkdir(parents=True)
-    (runs / f"{DAE}2" / "args.json").write_text("not what json looks like")
+    (runs / f"{DAE}2" / "checkpoint.pt").write_text("not what a checkpoint looks like")
     logs = {seed: runs / ".benchmark" / "logs" / f"{DAE}{seed}.log" for seed in (1, 2)}
     process = benchmark.start(**grid, WORKERS="1")
     try:
@@ -212,10 +212,10 @@ def test_interrupted_continued_failed_finished(benchmark, checkout, stand_in):
 
     status, out, err = benchmark(**grid, WORKERS="2")
     assert status == 1 and not err, err
-    assert "2 runs: 2 to do, 1 of them to resume" in out and "0 of 2 finished, 2 running, 0 failed" in out
+    assert "2 runs: 2 to do, 2 of them to resume" in out and "0 of 2 finished, 2 running, 0 failed" in out
     assert "1 of 2 finished, 0 running, 1 failed" in out
     assert f"{DAE}2 failed, see {logs[2]}" in out
-    assert "JSONDecodeError" in out.splitlines()[-2] and "== failed (status 1 after" in out.splitlines()[-1]
+    assert "missing, damaged" in out.splitlines()[-2] and "== failed (status 2 after" in out.splitlines()[-1]
     assert "continuing from frame" in logs[1].read_text() and (runs / f"{DAE}1" / "eval.json").exists()
 
     before = contents(checkout)
@@ -223,7 +223,7 @@ def test_interrupted_continued_failed_finished(benchmark, checkout, stand_in):
     status, out, err = benchmark(**grid | dict(SEEDS="1 1"))
     assert status == 0 and not err and "1 runs: 0 to do, 0 of them to resume from a checkpoint; 1 finished" in out
     status, out, err = benchmark("--dry-run", **grid)
-    assert status == 0 and "1 failed before and are tried again" in err and "JSONDecodeError" in err
+    assert status == 0 and "1 failed before and are tried again" in err and "missing, damaged" in err
     assert contents(checkout) == before and len(out.splitlines()) == 3 and "cd ." in out
 
     kept = checkout / "results" / "cpu study" / "runs" / f"{DAE}1"
