@@ -42,7 +42,7 @@ def test_the_others_learn_breakout(run, random_return, name):
 @pytest.mark.slow
 def test_off_policy_dae_learns_breakout(run, random_return):
     """With a smaller CVAE, for there is no chance in Breakout that it could find."""
-    arguments = "--cvae-channels", 4, "--latent-size", 3
+    arguments = "--cvae-channels", 2, "--latent-size", 2
     assert learned(run, offdae_offpolicy, *arguments) >= 4 * random_return > 0
 
 
