@@ -143,6 +143,16 @@ def test_ctrl_c_quits(tmp_path, moment):
     assert moment == "training" or not (tmp_path / "runs").exists()
 
 
+def test_on_a_terminal_ctrl_c_says_at_once_what_happens(tmp_path):
+    terminal, other_end = os.openpty()
+    command = [sys.executable, str(ROOT / "offdae_dae.py"), "--small", "--run-name", "seen"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=other_end)
+    wait_for((tmp_path / "runs" / "seen" / "checkpoint.pt").exists, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 75
+    assert "Finishing this step, then a checkpoint. Ctrl-C quits now." in os.read(terminal, 100_000).decode()
+
+
 def kill_and_resume(script, directory, kills, rng):
     """SIGKILL at random moments: while it starts, trains, writes and evaluates. Then let it end."""
     run = directory / "runs" / "run"
