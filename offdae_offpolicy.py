@@ -95,7 +95,7 @@ class Args:
 
 SMALL = dict(total_timesteps=600_000, batch_size=256, learning_starts=10_000, steps_per_update=64)
 SMALL |= dict(learning_rate=1e-3, tau=0.99, channels=16, hidden=128)
-SMALL |= dict(latent_size=8, cvae_channels=8)
+SMALL |= dict(cvae_channels=16, decode_latents=4)
 BOUNDS = dict(gamma=(0, 1), tau=(0, 1), sticky_action_prob=(0, 1), learning_rate=(1e-9, INF))  # others: (1, INF)
 BOUNDS |= dict.fromkeys(["seed", "learning_starts", "kl_coef", "checkpoint_interval"], (0, INF))
 BOUNDS |= dict(ent_coef=(0, INF), decode_latents=(2, INF))
@@ -324,14 +324,14 @@ class ResidualBlock(nn.Sequential):
 
 
 class CVAE(nn.Module):
-    """Figure `cvae_net`: prior p(z|s,a), posterior q(z|s,a,s'), decoder p(s'|s,a,z); the agent sees only q and p."""
+    """Figure `cvae_net`: posterior q(z|s,a,s'), decoder p(s'|s,a,z), prior p(z|s,a) of (s,a), which h may forget."""
 
     def __init__(self, args, channels, num_actions):
         super().__init__()
         wide, half = args.cvae_channels, -(-args.cvae_channels // 2)
         self.encoder = nn.Sequential(conv(channels, half), ResidualBlock(half), conv(half, wide), ResidualBlock(wide))
         self.transition = nn.Sequential(conv(wide + num_actions, wide), ResidualBlock(wide), ResidualBlock(wide))
-        self.prior = nn.Sequential(ResidualBlock(wide), ResidualBlock(wide))
+        self.prior = nn.Sequential(conv(channels + num_actions, wide), ResidualBlock(wide), ResidualBlock(wide))
         self.posterior = nn.Sequential(conv(2 * wide, wide), ResidualBlock(wide), ResidualBlock(wide))
         self.to_p, self.to_q = nn.Linear(wide, args.latent_size), nn.Linear(wide, args.latent_size)
         first, second = conv(wide, half, nn.ConvTranspose2d), conv(half, channels, nn.ConvTranspose2d)
@@ -345,7 +345,7 @@ class CVAE(nn.Module):
         encoded, next_encoded = self.encoder(torch.cat([states, next_states])).chunk(2)
         tiled = self.actions[actions][:, :, None, None].expand(-1, -1, 10, 10)
         h = self.transition(torch.cat([encoded, tiled], dim=1))
-        p, q = self.prior(h.detach()), self.posterior(torch.cat([h, next_encoded], dim=1))
+        p, q = self.prior(torch.cat([states, tiled], dim=1)), self.posterior(torch.cat([h, next_encoded], dim=1))
         return h, self.to_p(p.mean((2, 3))).log_softmax(1), self.to_q(q.mean((2, 3))).log_softmax(1)
 
     def errors(self, h, z, next_states):
@@ -384,8 +384,9 @@ def bootstrap(network, batch, gamma):
 
 
 def centred_luck(luck, actions, q, p):
-    """B(s,a,s') = E_q[g(s,a,z)] - E_p[g(s,a,z)], 0 on average over s' if p is the average of q. [F, |A|, |Z|] -> [F]"""
-    return ((q - p) * luck.take_along_dim(actions[:, None, None], dim=1).squeeze(1)).sum(1)
+    """B(s,a,s') = E_q[g(s,a,z)] - E_p[g(s,a,z)], 0 on average over s' if p is the average of q. [F, |A|, |Z|] -> [F]
+    g = sqrt(p) luck: otherwise Adam makes a z that never occurs, q = 0 and p small, a second, uncentred advantage."""
+    return ((q - p) * p.sqrt() * luck.take_along_dim(actions[:, None, None], dim=1).squeeze(1)).sum(1)
 
 
 def critic_loss(args, agent, batch, online, target, luck):
@@ -411,9 +412,8 @@ def expected_error(log_q, k, errors):
 
 
 def cvae_loss(args, cvae, batch):
-    """Eq. `loss_cvae`: KL(q || p) + E_q[-log p(s'|s,a,z)] - ent_coef H(q); also q, p and what to log. The KL trains the
-    prior only. The best q is softmax(-errors / ent_coef), so ent_coef is a temperature: cooled slowly, every outcome of
-    chance gets a z of its own; cold from the start, the first z that fits gets several."""
+    """Eq. `loss_cvae`: KL(q || p), for the prior only, + E_q[-log p(s'|s,a,z)] - ent_coef H(q); q, p and what to log.
+    The best q is softmax(-errors / ent_coef): cooled slowly, each outcome gets its own z; cold at once, several share."""
     h, log_p, log_q = cvae(batch.states, batch.actions, batch.next_states)
     q, p = log_q.exp(), log_p.exp()
     kl = (q.detach() * (log_q.detach() - log_p)).sum(1).mean()

@@ -33,8 +33,8 @@ import tabular_examples as tabular
 
 S, A, GAMMA, N, CHANNELS = 4, 3, 0.9, 2, 4  # states, actions, discount, backup length, channels of a board
 CPU = torch.device("cpu")
-SIZES = dict(n=N, gamma=GAMMA, num_envs=128, batch_size=256, buffer_size=200_000, learning_rate=1e-3, tau=0.99)
-SIZES |= dict(channels=16, hidden=128)  # of --small
+SIZES = dict(n=N, gamma=GAMMA, num_envs=128, batch_size=256, buffer_size=200_000, channels=16, hidden=128)  # --small's
+SIZES |= dict(learning_rate=2e-3, tau=0.97)  # twice and three times as fast: half as many updates are enough
 CVAE = {name: value for name, value in offdae_offpolicy.SMALL.items() if name not in offdae_dae.SMALL}
 CVAE_LOSS = offdae_offpolicy.cvae_loss, offdae_offpolicy.CVAE
 
@@ -194,7 +194,7 @@ def compare(world, args, agent, replay, method):
     prior, q = np.zeros((S, A, latents)), np.zeros((S, A, S, latents))
     prior[s, a], q[s, a, t] = log_prior[: len(s)].exp().numpy(), log_posterior[: len(s)].exp().numpy()
     mean_q = np.einsum("sat,satz->saz", p, q)
-    B = np.einsum("satz,saz->sat", q - prior[:, :, None], output.luck.numpy()) * (p > 0)
+    B = np.einsum("satz,saz->sat", q - prior[:, :, None], np.sqrt(prior) * output.luck.numpy()) * (p > 0)
     told_nats = entropy(mean_q) - (p * entropy(q)).sum(2)
     found |= dict(nats=(weight * told_nats).sum(), nats_of=(weight * entropy(p)).sum())
     found |= dict(zip(("B_correlation", "B_slope"), line(true_B, B, weight[:, :, None] * p), strict=True))
@@ -227,7 +227,7 @@ def table(runs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in dict(worlds=10, seeds=3, updates=3000).items():
+    for name, default in dict(worlds=10, seeds=3, updates=1500).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--methods", nargs="+", default=["dae", "told", "cvae"], choices=["dae", "told", "cvae"])
     parser.add_argument("--deterministic", action="store_true")
