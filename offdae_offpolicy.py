@@ -413,7 +413,7 @@ def expected_error(log_q, k, errors):
 
 def cvae_loss(args, cvae, batch):
     """Eq. `loss_cvae`: KL(q || p), for the prior only, + E_q[-log p(s'|s,a,z)] - ent_coef H(q); q, p and what to log.
-    The best q is softmax(-errors / ent_coef): cooled slowly, each outcome gets its own z; cold at once, several share."""
+    The best q is softmax(-errors / ent_coef): cooled slowly, each outcome gets its own z; cold at once, some share."""
     h, log_p, log_q = cvae(batch.states, batch.actions, batch.next_states)
     q, p = log_q.exp(), log_p.exp()
     kl = (q.detach() * (log_q.detach() - log_p)).sum(1).mean()
