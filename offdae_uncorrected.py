@@ -8,7 +8,6 @@ policies chose all actions but the first: the longer the backup, the more the ol
 """
 
 import copy
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -86,7 +85,7 @@ class Args:
         return max(0, frames - max(self.learning_starts, self.num_envs * self.n)) // self.steps_per_update
 
 
-SMALL = dict(total_timesteps=600_000, batch_size=256, learning_starts=10_000, steps_per_update=64)
+SMALL = dict(total_timesteps=2_400_000, batch_size=256, learning_starts=10_000, steps_per_update=256)
 SMALL |= dict(learning_rate=1e-3, tau=0.99, channels=16, hidden=128)
 BOUNDS = dict(gamma=(0, 1), tau=(0, 1), sticky_action_prob=(0, 1), learning_rate=(1e-9, INF))  # others: (1, INF)
 BOUNDS |= dict.fromkeys(["seed", "learning_starts", "kl_coef", "checkpoint_interval"], (0, INF))
@@ -435,6 +434,7 @@ def read(path, device):
 
 def open_run(args, device, identity, new):
     """The directory of the run with its args.json, and a lock for one writer at a time."""
+    fcntl = importlib.import_module("fcntl")  # not on Windows, which is not supported
     directory = Path(args.runs_dir, args.run_name)
     if directory.exists() and not args.resume:
         stop(f"{directory} exists: choose another --run-name, or continue it with --resume")
@@ -511,10 +511,10 @@ def main():
         agent.network.load_state_dict(saved["network"])
         return evaluate(args, agent.network, device)
     wandb = importlib.import_module("wandb") if args.track else None
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, catch_signal)
     identity = dict(script=SCRIPT, args=asdict(args))
     directory, lock = open_run(args, device, identity, new=not saved)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, catch_signal)
     if (directory / "eval.json").exists():
         stop(f"{directory} is finished: return {json.loads((directory / 'eval.json').read_text())['mean']:.2f}", 0)
     log = SimpleNamespace(frames=0, updates=0, rewards=0.0, totals=(0, 0, 0, 0), actions=None, curve=[])
