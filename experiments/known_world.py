@@ -37,7 +37,7 @@ import tabular_examples as tabular
 S, A, GAMMA, N, CHANNELS = 4, 3, 0.9, 2, 4  # states, actions, discount, backup length, channels of a board
 CPU = torch.device("cpu")
 SIZES = dict(n=N, gamma=GAMMA, num_envs=128, buffer_size=200_000, channels=16, hidden=128)
-SIZES |= dict(batch_size=128, learning_rate=2e-3, tau=0.95)  # quicker than --small, which the worlds are simple enough for
+SIZES |= dict(batch_size=128, learning_rate=2e-3, tau=0.95)  # quicker than --small, for simple worlds
 CVAE = {name: value for name, value in offdae_offpolicy.SMALL.items() if name not in offdae_dae.SMALL}
 CVAE_LOSS = offdae_offpolicy.cvae_loss, offdae_offpolicy.CVAE
 
