@@ -15,12 +15,14 @@ Nothing is trained: every estimate is the solution of a linear system. Labels in
 
 import argparse
 import sys
-import time
+from collections import defaultdict
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
 import matplotlib
 import numpy as np
+from matplotlib.artist import setp
 from matplotlib.figure import Figure
 
 RCOND = 1e-10  # singular values below this fraction of the largest one are zeros that rounding blurred
@@ -28,8 +30,6 @@ U, D = 0, 1  # the actions "up" and "down" of the toy MDPs; a state with a singl
 
 
 # --- MDPs and their exact solutions -----------------------------------------------------------------------------------
-
-
 class MDP(NamedTuple):
     p: np.ndarray  # [S, A, S] p(s'|s,a); all zero where s has no action a, so a terminal state has none at all
     r: np.ndarray  # [S, A] r(s,a)
@@ -48,10 +48,7 @@ def uniform_policy(mdp):
 
 
 def exact_solution(mdp, pi):
-    """V^π, A^π and B^π(s,a,s') = V^π(s') − E[V^π(s')|s,a] (Eq. `intro_b`); B is 0 where p(s'|s,a) = 0.
-
-    All of them may carry leading batch dimensions.
-    """
+    """V^π, A^π and B^π(s,a,s') = V^π(s') − E[V^π(s')|s,a] (Eq. `intro_b`), 0 where p(s'|s,a) = 0; also of a batch."""
     p_pi = np.einsum("...sa,...sat->...st", pi, mdp.p)
     V = np.linalg.solve(np.eye(p_pi.shape[-1]) - mdp.gamma * p_pi, (pi * mdp.r).sum(axis=-1)[..., None])[..., 0]
     next_value = np.einsum("...sat,...t->...sa", mdp.p, V)  # nature's value
@@ -69,8 +66,6 @@ def policy_improvement(mdp, mu, pi):
 
 
 # --- Trajectories as regression features ------------------------------------------------------------------------------
-
-
 class Trajectories(NamedTuple):
     states: np.ndarray  # [N, T+1]; a trajectory that has ended stays in its terminal state
     actions: np.ndarray  # [N, T]; -1 from the end on
@@ -122,43 +117,21 @@ def decomposition_error(mdp, pi, trajectories):
     """Largest |V(s_0) + Σ γ^t (A_t + γ B_t) − (Σ γ^t r_t + γ^T V(s_T))| over trajectories (Eq. `intro_b_rearr`)."""
     V, A, B = exact_solution(mdp, pi)
     phi = features(mdp, trajectories)
-    skill = np.tensordot(phi.advantage, A, 2)
-    luck = mdp.gamma * np.tensordot(phi.luck, B, 3)
+    skill, luck = np.tensordot(phi.advantage, A, 2), mdp.gamma * np.tensordot(phi.luck, B, 3)
     return np.abs(phi.start @ V + skill + luck - phi.returns - phi.end @ V).max()
 
 
 # --- Constrained least squares ----------------------------------------------------------------------------------------
-
-
 def null_space(C):
-    """Orthonormal basis [..., K, K−rank] of {x: Cx = 0}; a batch of matrices has to have one rank in common."""
-    _, singular, Vh = np.linalg.svd(C, full_matrices=True)
-    rank = np.unique((singular > RCOND * singular[..., :1]).sum(axis=-1))
-    if len(rank) != 1:
-        raise ValueError(f"the constraints of a batch have different ranks: {rank.tolist()}")
-    return np.swapaxes(Vh[..., rank[0] :, :], -1, -2)
+    """Orthonormal basis [K, K−rank] of {x: Cx = 0}."""
+    _, singular, Vh = np.linalg.svd(C)
+    return Vh[(singular > RCOND * singular[0]).sum() :].T
 
 
 def least_squares(X, y, weight):
     """argmin_x Σ_i weight_i (X_i·x − y_i)², the shortest x if there are several; all may have batch dimensions."""
     root = np.sqrt(weight)[..., None]
     return (np.linalg.pinv(root * X, rcond=RCOND) @ (root * y[..., None]))[..., 0]
-
-
-def constrained_least_squares(X, y, weight, C):
-    """The same subject to Cx = 0.
-
-    Coordinates along an orthonormal basis of the constraints' null space have the length of x itself, so the
-    pseudoinverse picks the same x whatever the basis.
-    """
-    basis = null_space(C)
-    return (basis @ least_squares(X @ basis, y, weight)[..., None])[..., 0]
-
-
-def free_directions(X, weight, C):
-    """Orthonormal basis of the directions in which a minimiser can move without leaving the minimum."""
-    basis = null_space(C)
-    return basis @ null_space(np.linalg.qr(np.sqrt(weight)[:, None] * (X @ basis), mode="r"))
 
 
 class Problem(NamedTuple):
@@ -176,18 +149,14 @@ def off_policy_problem(mdp, pi, trajectories, method="Off-policy DAE"):
     """Eq. `loss_full` on these trajectories; DAE is B ≡ 0 and Uncorrected is A ≡ 0, B ≡ 0 (Eq. `hierarchy`)."""
     phi = features(mdp, trajectories)
     S, A = mdp.r.shape
-    N = len(phi.returns)
-    in_A, in_B = {"Off-policy DAE": (True, True), "DAE": (True, False), "Uncorrected": (False, False)}[method]
-    actions = available(mdp)
-    unknown = np.concatenate([actions.any(axis=-1), in_A & actions.ravel(), in_B & (mdp.p > 0).ravel()])
+    N, K = len(phi.returns), S + S * A  # K entries of (V, A)
+    actions, has_A, has_B = available(mdp), method != "Uncorrected", method == "Off-policy DAE"
+    unknown = np.concatenate([actions.any(axis=-1), has_A & actions.ravel(), has_B & (mdp.p > 0).ravel()])
     skill_and_luck = [phi.advantage.reshape(N, -1), mdp.gamma * phi.luck.reshape(N, -1)]
-    X = np.hstack([phi.start - phi.end, *skill_and_luck])
-    X_online = np.hstack([phi.start, *skill_and_luck])
-    C = np.zeros((S + S * A, S + S * A + S * A * S))
-    for s in range(S):
-        C[s, S + s * A : S + (s + 1) * A] = pi[s]
-    for i, p in enumerate(mdp.p.reshape(S * A, S)):
-        C[S + i, S + S * A + i * S : S + S * A + (i + 1) * S] = p
+    X, X_online = (np.hstack([start, *skill_and_luck]) for start in (phi.start - phi.end, phi.start))
+    C = np.zeros((K, K + S * A * S))
+    C[:S, S:K] = (np.eye(S)[..., None] * pi).reshape(S, -1)
+    C[S:, K:] = (np.eye(S * A)[..., None] * mdp.p.reshape(S * A, S)).reshape(S * A, -1)
     return Problem(X[:, unknown], X_online[:, unknown], phi.returns, trajectories.prob, C[:, unknown], unknown)
 
 
@@ -200,37 +169,32 @@ def unpack(mdp, unknown, solution, otherwise):
 
 
 def solve_off_policy(mdp, pi, trajectories, method="Off-policy DAE", target_network=False):
-    """(V, A, B) of a method, from trajectories weighted by their probability.
-
-    Without a target network it is the minimiser of Eq. `loss_full`, whose V̂(s_{n+1}) is itself an unknown. With one, it
-    is the fixed point of V_target = V̂: the bootstrap is evaluated, but the normal equations do not differentiate it.
-    """
+    """(V, A, B) of a method, from trajectories weighted by their probability. Without a target network it minimises Eq.
+    `loss_full`, whose V̂(s_{n+1}) is itself an unknown. With one, it is the fixed point of V_target = V̂: the bootstrap
+    is evaluated, but the normal equations do not differentiate it."""
     X, X_online, y, weight, C, unknown = off_policy_problem(mdp, pi, trajectories, method)
+    basis = null_space(C)
     if target_network:
-        basis = null_space(C)
         left = (X_online @ basis).T * weight
-        solution = basis @ np.linalg.solve(left @ X @ basis, left @ y)
+        solution = np.linalg.solve(left @ X @ basis, left @ y)
     else:
-        solution = constrained_least_squares(X, y, weight, C)
-    return unpack(mdp, unknown, solution, 0.0)
+        solution = least_squares(X @ basis, y, weight)
+    return unpack(mdp, unknown, basis @ solution, 0.0)
 
 
-def determined(mdp, pi, trajectories):
-    """Which entries of (V, A, B) are the same in every minimiser of Eq. `loss_full`, as three arrays of bool."""
-    X, _, _, weight, C, unknown = off_policy_problem(mdp, pi, trajectories)
-    fixed = np.abs(free_directions(X, weight, C)).sum(axis=-1) < 1e-8
-    return unpack(mdp, unknown, fixed, True)
-
-
-# --- Figure classic: a deterministic MDP, on-policy -------------------------------------------------------------------
-
-
-def classic_mdp():
-    """Figure `classic`. States keep the paper's numbers (0 is not used); γ = 1."""
-    p, r = np.zeros((5, 2, 5)), np.zeros((5, 2))
+# --- Figures classic and classic_stoch: on-policy ---------------------------------------------------------------------
+def classic_mdp(stochastic=False):
+    """Figure `classic`, with the paper's numbers of states (0 is not used) and γ = 1; or Figure `classic_stoch`, where
+    from state 4 on nature decides between a reward of 1 (state 5) and of 0 (state 6)."""
+    S = 8 if stochastic else 5
+    p, r, start = np.zeros((S, 2, S)), np.zeros((S, 2)), np.zeros(S)
+    start[1:3] = 0.9, 0.1
     p[1, U, 3] = p[2, U, 3] = p[3, U, 4] = p[3, D, 4] = 1.0
     r[3, U] = 1.0
-    return MDP(p, r, 1.0, np.array([0, 0.9, 0.1, 0, 0]))
+    if stochastic:
+        p[4, U, 5] = p[4, U, 6] = 0.5
+        p[5, U, 7] = p[6, U, 7] = r[5, U] = 1.0
+    return MDP(p, r, 1.0, start)
 
 
 def sample_counts(trajectories, seeds, max_size=100, seed=0):
@@ -240,52 +204,23 @@ def sample_counts(trajectories, seeds, max_size=100, seed=0):
     return np.eye(N)[draws].cumsum(axis=1)
 
 
-def classic_counts(trajectories, counts):
-    """n_{1,u}, n_{1,d}, n_{2,u}, n_{2,d} of Appendix `app:classic`."""
-    start, action = trajectories.states[:, 0], trajectories.actions[:, 1]
-    return [counts[..., (start == i) & (action == a)].sum(axis=-1) for i in (1, 2) for a in (U, D)]
-
-
-def classic_estimates(n_1u, n_1d, n_2u, n_2d):
-    """Estimates [..., 2] of V(1) and V(2) by each method, with the formulas of Appendix `app:classic`."""
-    n_1, n_2 = n_1u + n_1d, n_2u + n_2d
-    # 0/0 for a state that no trajectory starts from becomes 0, as the pseudoinverse gives
-    mc = np.stack([n_1u / np.maximum(n_1, 1), n_2u / np.maximum(n_2, 1)], axis=-1)
-    td = np.stack([(n_1u + n_2u) / (n_1 + n_2)] * 2, axis=-1)
-    zero = np.zeros_like(n_1)
-    matrix = np.stack([n_1u - n_1d, n_1, zero, n_2u - n_2d, zero, n_2, n_1u + n_2u, n_1u, n_2u], axis=-1)
-    right = np.stack([n_1u, n_2u, n_1u + n_2u], axis=-1)[..., None]
-    solution = np.linalg.pinv(matrix.reshape(*n_1.shape, 3, 3), rcond=RCOND) @ right  # A(3,u), V(1), V(2)
-    return {"MC": mc, "Batch TD(0)": td, "DAE": solution[..., 1:, 0]}
-
-
-# --- Figure classic_stoch: luck after skill, on-policy ----------------------------------------------------------------
-
-
-def classic_stoch_mdp():
-    """Figure `classic_stoch`: from state 4 on, nature decides between a reward of 1 (state 5) and of 0 (state 6)."""
-    p, r = np.zeros((8, 2, 8)), np.zeros((8, 2))
-    p[1, U, 3] = p[2, U, 3] = p[3, U, 4] = p[3, D, 4] = 1.0
-    p[4, U, 5] = p[4, U, 6] = 0.5
-    p[5, U, 7] = p[6, U, 7] = 1.0
-    r[3, U] = r[5, U] = 1.0
-    return MDP(p, r, 1.0, np.array([0, 0.9, 0.1, 0, 0, 0, 0, 0]))
-
-
-def classic_stoch_estimates(mdp, trajectories, counts):
-    """Estimates [..., 2] of V(1) and V(2) by DAE and Off-policy DAE from counts [..., N] of the N trajectories.
-
-    As in Appendix `app:classic`, each constraint removes one unknown before the pseudoinverse is taken:
-    A(3,d) = −A(3,u) and B(4,6) = −B(4,5) p(5|4)/p(6|4). V(1), V(2), A(3,u) and B(4,5) remain: every other A and B is
-    zero, and no trajectory starts elsewhere. Features carry no discount here, as γ = 1.
-    """
+def classic_estimates(mdp, trajectories, counts):
+    """Estimates [..., 2] of V(1) and V(2) by each method, from counts [..., N]. As in Appendix `app:classic`, each
+    constraint removes one unknown before the pseudoinverse is taken: A(3,d) = −A(3,u) and, with luck,
+    B(4,6) = −B(4,5) p(5|4)/p(6|4). Every other A and B is zero."""
     phi = features(mdp, trajectories)
-    X = np.column_stack([phi.start[:, 1:3], phi.advantage[:, 3, U] - phi.advantage[:, 3, D]])
-    estimates = {"DAE": least_squares(X, phi.returns, counts)[..., :2]}
+    start = phi.start[:, 1:3]
+    X = np.column_stack([start, phi.advantage[:, 3, U] - phi.advantage[:, 3, D]])
+    dae = least_squares(X, phi.returns, counts)[..., :2]
+    if len(mdp.r) == 5:
+        # 0/0 for a state that no trajectory starts from becomes 0, as the pseudoinverse gives
+        mc = counts @ (start * phi.returns[:, None]) / np.maximum(counts @ start, 1)
+        td = np.stack([counts @ phi.returns / counts.sum(axis=-1)] * 2, axis=-1)
+        return {"MC": mc, "Batch TD(0)": td, "DAE": dae}
     # state 4 is on every trajectory, so one trajectory is enough for its transition frequencies to exist
-    to_5, to_6 = phi.luck[:, 4, U, 5], phi.luck[:, 4, U, 6]
-    learned, oracle = (counts @ to_5 / counts.sum(axis=-1))[..., None], np.full((*counts.shape[:-1], 1), mdp.p[4, U, 5])
-    for name, p_5 in (("learned p", learned), ("oracle p", oracle)):
+    to_5, to_6, estimates = phi.luck[:, 4, U, 5], phi.luck[:, 4, U, 6], {"DAE": dae}
+    learned = (counts @ to_5 / counts.sum(axis=-1))[..., None]
+    for name, p_5 in (("learned p", learned), ("oracle p", np.full_like(learned, mdp.p[4, U, 5]))):
         odds = p_5 / np.where(p_5 < 1, 1 - p_5, 1)
         luck = np.where(p_5 < 1, to_5 - odds * to_6, 0.0)  # p(5|4) = 1 leaves no luck: B(4,5) = 0
         X_luck = np.concatenate([np.broadcast_to(X, (*luck.shape, 3)), luck[..., None]], axis=-1)
@@ -294,8 +229,6 @@ def classic_stoch_estimates(mdp, trajectories, counts):
 
 
 # --- Counterexample: off-policy ---------------------------------------------------------------------------------------
-
-
 def counterexample_mdp():
     """Figure `counter`. State 0 is terminal; state 1 leads to state 2 or to the end, by chance; γ = 1."""
     p, r = np.zeros((3, 2, 3)), np.zeros((3, 2))
@@ -305,38 +238,25 @@ def counterexample_mdp():
     return MDP(p, r, 1.0, np.array([0, 1.0, 0]))
 
 
-def counterexample_policy(u):
-    return np.array([[0, 0], [1, 0], [u, 1 - u]])
-
-
-def counterexample_closed_form(pi_u, mu_u):
-    """The paper's minimiser of the naive DAE loss: V*(1), A*(2,u), A*(2,d) (Appendix `app:counter`)."""
-    pi_d, mu_d = 1 - pi_u, 1 - mu_u
-    V = pi_u / (1 + pi_u**2 / mu_u + pi_d**2 / mu_d)
-    return V, 1 - V - V * pi_u / mu_u, 0 - V - V * pi_d / mu_d
-
-
 def counterexample_grid(grid):
-    """Estimates [len(grid), len(grid), 3] of V(1), A(2,u), A(2,d) for each π(u|2) (rows) and μ(u|2) (columns)."""
-    mdp = counterexample_mdp()
-    names = ("truth", "closed form", "DAE", "Off-policy DAE")
+    """Estimates [len(grid), len(grid), 3] of V(1), A(2,u), A(2,d) for each π(u|2) (rows) and μ(u|2) (columns). The
+    closed form is the paper's minimiser of the naive DAE loss (Appendix `app:counter`)."""
+    mdp, names = counterexample_mdp(), ("truth", "closed form", "DAE", "Off-policy DAE")
     estimates = {name: np.zeros((len(grid), len(grid), 3)) for name in names}
-    for j, mu_u in enumerate(grid):
-        trajectories = enumerate_trajectories(mdp, counterexample_policy(mu_u), steps=2)
-        for i, pi_u in enumerate(grid):
-            pi = counterexample_policy(pi_u)
-            V, A, _ = exact_solution(mdp, pi)
-            estimates["truth"][i, j] = V[1], *A[2]
-            estimates["closed form"][i, j] = counterexample_closed_form(pi_u, mu_u)
-            for method in ("DAE", "Off-policy DAE"):
-                V, A, _ = solve_off_policy(mdp, pi, trajectories, method)
-                estimates[method][i, j] = V[1], *A[2]
+    for (i, pi_u), (j, mu_u) in product(enumerate(grid), enumerate(grid)):
+        pi, mu = (np.array([[0, 0], [1, 0], [u, 1 - u]]) for u in (pi_u, mu_u))
+        V = pi_u / (1 + pi_u**2 / mu_u + (1 - pi_u) ** 2 / (1 - mu_u))
+        closed_form = V, 1 - V - V * pi_u / mu_u, 0 - V - V * (1 - pi_u) / (1 - mu_u)
+        trajectories = enumerate_trajectories(mdp, mu, steps=2)
+        solutions = [exact_solution(mdp, pi), *(solve_off_policy(mdp, pi, trajectories, name) for name in names[2:])]
+        truth, *solved = [(V[1], *A[2]) for V, A, _ in solutions]
+        for name, estimate in zip(names, (truth, closed_form, *solved), strict=True):
+            estimates[name][i, j] = estimate
     return estimates
 
 
 # --- Theorem: random MDPs, exact expectations -------------------------------------------------------------------------
-
-METHODS = ("Off-policy DAE", "DAE", "Uncorrected")
+METHODS = ("Off-policy DAE", "DAE", "Uncorrected")  # with V, A and B; V and A; V alone
 SIZES = ((2, 2), (2, 3), (3, 2), (3, 3), (4, 2))  # |S|, |A|
 GAMMAS = (0.5, 0.9, 0.99)
 BACKUPS = (0, 1, 2, 3)  # n
@@ -364,38 +284,33 @@ def random_mdp(rng, S, A, gamma, deterministic=False, terminal=False):
 
 
 def theorem_errors(seed=0, repeats=4):
-    """Largest absolute errors of V, A and B on random MDPs, for each method, backup length n and kind of bootstrap.
-
-    Returns {(deterministic, target_network, method, n): [number of MDPs, 3]}, where the errors of DAE's absent B and
-    Uncorrected's absent A and B are left as nan; and the largest error of the two identities that hold for any MDP.
-    """
-    rng = np.random.default_rng(seed)
-    errors, identities = {}, {"decomposition": 0.0, "policy improvement": 0.0}
-    cases = [(d, S, A, g, i) for d in (False, True) for S, A in SIZES for g in GAMMAS for i in range(repeats)]
-    for deterministic, S, A, gamma, i in cases:
+    """{(deterministic, target_network, method, n): [number of MDPs, 3, 2 or 1] largest errors of V, A and B on random
+    MDPs, as far as the method has them}; and the largest error of the two identities that hold for any MDP."""
+    rng, errors, identities = np.random.default_rng(seed), defaultdict(list), defaultdict(list)
+    for deterministic, (S, A), gamma, i in product((False, True), SIZES, GAMMAS, range(repeats)):
         # every other MDP ends in a terminal state, where there are states enough for luck to remain
         mdp = random_mdp(rng, S, A, gamma, deterministic, terminal=S > 2 and i % 2 == 1)
         pi, mu = random_distribution(rng, S, A), random_distribution(rng, S, A)
         truth = exact_solution(mdp, pi)
-        gap = np.abs(policy_improvement(mdp, mu, pi) - exact_solution(mdp, mu)[0]).max()
-        identities["policy improvement"] = max(identities["policy improvement"], gap)
+        identities["policy improvement"].append(np.abs(policy_improvement(mdp, mu, pi) - exact_solution(mdp, mu)[0]))
         for n in BACKUPS:
             trajectories = enumerate_trajectories(mdp, mu, n + 1)
-            gap = decomposition_error(mdp, pi, trajectories)
-            identities["decomposition"] = max(identities["decomposition"], gap)
-            for method in METHODS:
-                for target in (False, True):
-                    found = solve_off_policy(mdp, pi, trajectories, method, target)
-                    error = [np.abs(x - y).max() for x, y in zip(found, truth, strict=True)]
-                    absent = {"Off-policy DAE": 0, "DAE": 1, "Uncorrected": 2}[method]
-                    error[3 - absent :] = [np.nan] * absent
-                    errors.setdefault((deterministic, target, method, n), []).append(error)
-    return {key: np.array(value) for key, value in errors.items()}, identities
+            identities["decomposition"].append(decomposition_error(mdp, pi, trajectories))
+            for (i, method), target in product(enumerate(METHODS), (False, True)):
+                found = solve_off_policy(mdp, pi, trajectories, method, target)
+                error = [np.abs(x - y).max() for x, y in zip(found, truth, strict=True)]
+                errors[deterministic, target, method, n].append(error[: 3 - i])
+    largest = {name: np.max(np.hstack(gaps)) for name, gaps in identities.items()}
+    return {key: np.array(value) for key, value in errors.items()}, largest
 
 
 def agreement(mdp, mu, pi, n=1):
-    """Whether all minimisers have the same V, and the same A and B for the actions that π takes."""
-    V, A, B = determined(mdp, pi, enumerate_trajectories(mdp, mu, n + 1))
+    """Whether all minimisers of Eq. `loss_full` have the same V, and the same A and B for the actions that π takes."""
+    X, _, _, weight, C, unknown = off_policy_problem(mdp, pi, enumerate_trajectories(mdp, mu, n + 1))
+    basis = null_space(C)
+    free = basis @ null_space(np.linalg.qr(np.sqrt(weight)[:, None] * (X @ basis), mode="r"))
+    fixed = np.abs(free).sum(axis=-1) < 1e-8
+    V, A, B = unpack(mdp, unknown, fixed, True)
     return bool(V.all()), bool(A[pi > 0].all()), bool(B[pi > 0].all())
 
 
@@ -415,7 +330,6 @@ def uniqueness_cases(seed=0):
 
 
 # --- Policy optimisation: what the bias of a critic costs -------------------------------------------------------------
-
 POLICY_METHODS = ("Off-policy DAE", "Tree Backup", "DAE", "Uncorrected")
 ITERATIONS, FLOOR = 100, 1e-4  # of policy improvement; the smallest probability of an action
 SWEEPS = (  # cells (randomness of the worlds, share of μ in the behaviour policy, n transitions per backup)
@@ -436,98 +350,64 @@ def random_worlds(randomness, worlds, seed=0, S=4, A=3, gamma=0.9):
     return mdp, mu / mu.sum(axis=-1, keepdims=True)
 
 
+def onward(mdp, policy):
+    """[W, S·A, S·A] γ p(s'|s,a) policy(a'|s'), from (s,a) to the next (s',a')."""
+    W, S, A = mdp.r.shape
+    return mdp.gamma * np.einsum("wsat,wtb->wsatb", mdp.p, policy).reshape(W, S * A, S * A)
+
+
 def q_critic(mdp, mu, n, method):
     """A function from π to the V and A of the Q that is its own expected n-step target, with data of μ.
 
     Uncorrected: Q = E_μ[Σ γ^t r_t + γ^n V(s_n) | s, a]. Tree Backup (Eq. `tree`): 0 = E_μ[Σ γ^t π_1 ... π_t δ_t | s, a]
     with π_t = π(a_t|s_t) and the TD error δ_t = r_t + γ V(s_{t+1}) − Q(s_t, a_t), which Q^π solves.
     """
-    W, S, A = mdp.r.shape
-
-    def onward(weight):  # [W, S·A, S·A] from (s,a) to the next (s',a')
-        return mdp.gamma * np.einsum("wsat,wtb->wsatb", mdp.p, weight).reshape(W, S * A, S * A)
+    one = np.eye(mdp.r[0].size)
 
     def critic(pi):
         tree = method == "Tree Backup"
-        powers = [np.linalg.matrix_power(onward(mu * pi if tree else mu), t) for t in range(n)]
-        left = sum(powers) @ (np.eye(S * A) - onward(pi)) if tree else np.eye(S * A) - powers[-1] @ onward(pi)
-        Q = np.linalg.solve(left, sum(powers) @ mdp.r.reshape(W, S * A, 1)).reshape(W, S, A)
+        powers = [np.linalg.matrix_power(onward(mdp, mu * pi if tree else mu), t) for t in range(n)]
+        left = sum(powers) @ (one - onward(mdp, pi)) if tree else one - powers[-1] @ onward(mdp, pi)
+        Q = np.linalg.solve(left, sum(powers) @ mdp.r.reshape(len(mdp.r), -1, 1)).reshape(mdp.r.shape)
         V = (pi * Q).sum(axis=-1)
         return V, Q - V[..., None]
 
     return critic
 
 
-def transition_moments(mdp, mu, n):
-    """[W, n·T, n·T]: P(x_t = i, x_u = j) for all pairs of the n transitions x = (s,a,s') of a trajectory, T = S·A·S.
-
-    These replace the enumeration of trajectories: every feature is a sum over transitions, and a regression needs no
-    more of its features than their second moments.
-    """
-    W, S, A = mdp.r.shape
-    T = S * A * S
-    step = mu[..., None] * mdp.p  # P(a, s' | s)
-    ahead = [np.einsum("st,wtau->wstau", np.eye(S), step).reshape(W, S, T)]  # P(x_t | s_0), here for t = 0
-    for _ in range(1, n):
-        ahead.append(step.sum(axis=2) @ ahead[-1])
-    moments = np.zeros((W, n, T, n, T))
-    for t in range(n):
-        now = (mdp.start[:, None] @ ahead[t])[:, 0, :, None]  # P(x_t)
-        moments[:, t, :, t] = now * np.eye(T)
-        for u in range(t + 1, n):
-            joint = now * np.tile(ahead[u - t - 1], (1, S * A, 1))  # x_u depends on x_t through s', its last index
-            moments[:, t, :, u], moments[:, u, :, t] = joint, joint.swapaxes(1, 2)
-    return moments.reshape(W, n * T, n * T)
-
-
-def centring(policy):
-    """[W, X·Y, X·(Y−1)], the matrix of f(x,y) − Σ_y policy(y|x) f(x,y); f is 0 at the likeliest y, and so unique."""
-    W, X, Y = policy.shape
-    others = policy.argsort(axis=-1)[:, :, None, :-1]
-    block = np.take_along_axis(np.eye(Y) - policy[:, :, None], others, axis=-1)
-    return np.einsum("xk,wxyz->wxykz", np.eye(X), block).reshape(W, X * Y, X * (Y - 1))
-
-
 def dae_critic(mdp, mu, n, method):
     """A function from π to V and A: the fixed point of `solve_off_policy` with a target network, for many MDPs at once.
-
-    What depends on the data alone is computed before π is known.
-    """
+    Each feature of DAE is a sum over the steps x_t = (s_t, a_t) of a trajectory, so P(x_t, x_u) is all that its normal
+    equations need, and trajectories are not enumerated. Off-policy DAE finds the truth (Theorem `thm:main`)."""
+    if method == "Off-policy DAE":
+        return lambda pi: exact_solution(mdp, pi)[:2]
     W, S, A = mdp.r.shape
-    K, T = S + S * A, S * A * S  # entries of (V, A), and of B
-    s, a, s_next = np.indices((S, A, S)).reshape(3, T)
-    X_step = np.hstack([np.zeros((T, S)), np.eye(S * A)[s * A + a], mdp.gamma * np.eye(T)])
-    if method == "DAE":
-        X_step = X_step[:, :K]
-    discount = mdp.gamma ** np.arange(n)
-    X_online, y = np.kron(discount[:, None], X_step), np.kron(discount, mdp.r[:, s, a])
-    X_online[:T, :S] = np.eye(S)[s]
-    X = X_online.copy()
-    X[-T:, :S] -= mdp.gamma**n * np.eye(S)[s_next]
-    weighted = X_online.T @ transition_moments(mdp, mu, n)
-    left = weighted @ X
-    system = np.concatenate([left[..., :K], weighted @ y[..., None]], axis=-1)  # [W, K (+ T), K+1] the normal equations
-    if method == "Off-policy DAE":  # B's constraint does not depend on π: B is eliminated once, in terms of V and A
-        centre = centring(mdp.p.reshape(W, S * A, S))
-        of_B = centre.swapaxes(1, 2) @ left[:, K:, K:] @ centre
-        never = of_B.diagonal(axis1=1, axis2=2) == 0  # transitions that do not happen
-        of_B += never[..., None] * np.eye(never.shape[1])
-        B = centre @ np.linalg.solve(of_B, centre.swapaxes(1, 2) @ system[:, K:])
-        system = system[:, :K] - left[:, :K, K:] @ B
+    one, state = np.eye(S * A), np.repeat(np.eye(S), A, axis=0)  # [S·A, S] from (s,a) to s
+    steps = [mdp.gamma**t * np.hstack([state * (t == 0), one]) for t in range(n)]  # what x_t adds to the features
+    first = (mdp.start[..., None] * mu).reshape(W, 1, S * A)  # P(x_0)
+    ahead = [np.linalg.matrix_power(onward(mdp, mu) / mdp.gamma, t) for t in range(n + 1)]  # P(x_t | x_0)
+    left, bootstrap = np.zeros((2, W, S + S * A, S + S * A))
+    for t in range(n):
+        now = (first @ ahead[t]).swapaxes(1, 2)  # P(x_t)
+        bootstrap[..., :S] += steps[t].T @ (now * ahead[n - t]) @ (mdp.gamma**n * state)
+        for u in range(t, n):
+            moment = steps[t].T @ (now * ahead[u - t]) @ steps[u]
+            left += moment if t == u else moment + moment.swapaxes(1, 2)
+    right = left[..., S:] @ mdp.r.reshape(W, S * A, 1)  # the return is Σ γ^t r(x_t)
 
     def critic(pi):
-        basis = np.zeros((W, K, S * A))
-        basis[:, :S, :S], basis[:, S:, S:] = np.eye(S), centring(pi)
-        equations = basis.swapaxes(1, 2) @ system
-        x = basis @ np.linalg.solve(equations[..., :K] @ basis, equations[..., K:])
-        return x[:, :S, 0], x[:, S:, 0].reshape(W, S, A)
+        mean = (np.eye(S)[..., None] * pi[:, None]).reshape(W, S, S * A)  # from Q to its mean under π
+        basis = np.concatenate([mean, one - state @ mean], axis=1)  # from Q to (V, A), with the constraint met
+        equations = basis.swapaxes(1, 2) @ (left - bootstrap) @ basis
+        x = (basis @ np.linalg.solve(equations, basis.swapaxes(1, 2) @ right))[..., 0]
+        return x[:, :S], x[:, S:].reshape(W, S, A)
 
     return critic
 
 
 def optimise_policy(mdp, mu, method, n, mu_share=1.0):
     """π after ITERATIONS improvements by the method's critic, from data of the policy mu_share μ + (1 − mu_share) π."""
-    make_critic = dae_critic if method in ("DAE", "Off-policy DAE") else q_critic
+    make_critic = dae_critic if method in METHODS[:2] else q_critic
     pi = uniform_policy(mdp)
     for i in range(ITERATIONS):
         if i == 0 or mu_share < 1:
@@ -551,96 +431,13 @@ def share_reached(mdp, pi):
 def policy_shares(worlds=200):
     """{(randomness, share of μ, n): {method: [worlds] share_reached}}, for the cells of SWEEPS."""
     shares = {cell: {} for cells in SWEEPS for cell in cells}
-    start = time.monotonic()
-    for done, ((randomness, mu_share, n), reached) in enumerate(shares.items(), start=1):
+    for (randomness, mu_share, n), method in product(shares, POLICY_METHODS):
         mdp, mu = random_worlds(randomness, worlds)
-        for method in POLICY_METHODS:
-            reached[method] = share_reached(mdp, optimise_policy(mdp, mu, method, n, mu_share))
-        left = (time.monotonic() - start) * (len(shares) - done) / done
-        print(f"\r{done} of {len(shares)} cells, {left:3.0f} s left", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+        shares[randomness, mu_share, n][method] = share_reached(mdp, optimise_policy(mdp, mu, method, n, mu_share))
     return shares
 
 
-# --- Tables -----------------------------------------------------------------------------------------------------------
-
-
-def below_from(low, high):
-    """The number of trajectories from which on `low` stays below `high`; None if it is not below at the end."""
-    not_below = np.flatnonzero(low > high - 1e-12)  # estimates that are equal differ by rounding
-    first = not_below[-1] + 2 if len(not_below) else 1
-    return int(first) if first <= len(low) else None
-
-
-def print_estimates(title, estimates, truth):
-    print(f"\n{title}: mean ± one standard deviation over seeds; the true values are {truth:g}")
-    print(f"{'':28}{'trajectories':>12}{'V(1)':>20}{'V(2)':>20}")
-    for method, V in estimates.items():
-        for k in (1, 10, 50, 100):
-            mean, std = V[:, k - 1].mean(axis=0), V[:, k - 1].std(axis=0)
-            cells = "".join(f"{f'{m:.4f} ± {s:.4f}':>20}" for m, s in zip(mean, std, strict=True))
-            print(f"{method if k == 1 else '':28}{k:12}{cells}")
-
-
-def print_crossing(estimates, low, high):
-    a, b = estimates[low].std(axis=0), estimates[high].std(axis=0)
-    where = [f"V({i + 1}) {below_from(a[:, i], b[:, i]) or 'never'}" for i in range(2)]
-    print(f"trajectories from which on {low} has a smaller deviation than {high}: {', '.join(where)}")
-
-
-def print_counterexample(grid, estimates):
-    V = {name: x[..., 0] for name, x in estimates.items()}
-    print("\ncounterexample: estimates of V(1) from data of μ")
-    print(f"{'π(u|2)':>8}{'μ(u|2)':>8}{'V^π(1)':>10}{'DAE':>10}{'closed form':>14}{'Off-policy DAE':>16}")
-    for pi_u, mu_u in ((0.5, 0.1), (0.5, 0.5), (0.9, 0.1), (0.9, 0.5), (0.9, 0.9)):
-        i, j = np.abs(grid - pi_u).argmin(), np.abs(grid - mu_u).argmin()
-        row = V["truth"][i, j], V["DAE"][i, j], V["closed form"][i, j], V["Off-policy DAE"][i, j]
-        print(f"{grid[i]:8.2f}{grid[j]:8.2f}{row[0]:10.4f}{row[1]:10.4f}{row[2]:14.4f}{row[3]:16.4f}")
-    gap = {name: np.abs(x - estimates["truth"]) for name, x in estimates.items()}
-    print(f"largest difference over the {len(grid)} x {len(grid)} grid, of V(1), A(2,u) and A(2,d):")
-    print(f"  DAE to the closed form      {np.abs(estimates['DAE'] - estimates['closed form']).max():.1e}")
-    print(f"  DAE to the truth            {gap['DAE'].max():.4f} (of V(1) alone {gap['DAE'][..., 0].max():.4f})")
-    print(f"  DAE to the truth, π = μ     {gap['DAE'][np.eye(len(grid), dtype=bool)].max():.1e}")
-    print(f"  Off-policy DAE to the truth {gap['Off-policy DAE'].max():.1e}")
-
-
-def print_theorem(errors, identities):
-    count = len(errors[False, False, "DAE", 0])
-    print(f"\ntheorem: {count} stochastic and {count} deterministic random MDPs, data of μ ≠ π")
-    print("largest error of V, and of A and B if the method has them: smallest .. largest over the MDPs")
-    print("bootstrap: V̂(s_{n+1}) is an unknown like the others (Eq. loss_full), or a V_target that has converged")
-    print(f"{'':15}{'bootstrap':14}{'method':17}" + "".join(f"{f'n = {n}':>20}" for n in BACKUPS))
-    for deterministic in (False, True):
-        for target in (False, True):
-            for method in METHODS:
-                kind = "deterministic" if deterministic else "stochastic"
-                cells = [np.nanmax(errors[deterministic, target, method, n], axis=1) for n in BACKUPS]
-                cells = "".join(f"{f'{e.min():.1e} .. {e.max():.1e}':>20}" for e in cells)
-                print(f"{kind:15}{'V_target' if target else 'unknown':14}{method:17}{cells}")
-    decomposition, improvement = identities["decomposition"], identities["policy improvement"]
-    print(f"V(s_0) + Σ γ^t (A_t + γ B_t) = Σ γ^t r_t + γ^T V(s_T) on every trajectory: to {decomposition:.1e}")
-    print(f"V^μ = V^π + E_μ[Σ γ^t A^π_t] in every state of every MDP: to {improvement:.1e}")
-
-
-def print_uniqueness(cases):
-    print("\nuniqueness: do all minimisers agree on V, and on A and B of the actions that π takes?")
-    for name, agree in cases.items():
-        print(f"  {name:56}" + "   ".join(f"{x} {'yes' if a else 'no':3}" for x, a in zip("VAB", agree, strict=True)))
-
-
-def print_policy(shares):
-    worlds = len(shares[SWEEPS[0][0]]["DAE"])
-    print(f"\npolicy: {ITERATIONS} improvements by each critic, on the same {worlds} random worlds in every row")
-    print("value of π, 0 for the uniform and 1 for the optimal policy: mean, worst, and worlds that fail (below 0.99)")
-    print(f"{'randomness':>10}{'share of μ':>12}{'n':>4}" + "".join(f"{method:>22}" for method in POLICY_METHODS))
-    for randomness, mu_share, n in sum(SWEEPS, start=[]):
-        row = [shares[randomness, mu_share, n][method] for method in POLICY_METHODS]
-        row = "".join(f"{f'{x.mean():.3f} {x.min():6.2f} {np.mean(x < 0.99):4.0%}':>22}" for x in row)
-        print(f"{randomness:10.2f}{mu_share:12.2f}{n:4}{row}")
-
-
-# --- Figures ----------------------------------------------------------------------------------------------------------
-
+# --- Tables and figures -----------------------------------------------------------------------------------------------
 # Okabe and Ito's colours, which stay apart for colour-blind readers
 STYLES = {
     "MC": ("#E69F00", ":"),
@@ -655,68 +452,111 @@ STYLES = {
 FONTS = {"font.size": 15, "legend.fontsize": 14, "axes.titlesize": 15, "lines.linewidth": 2.5}
 
 
-def save(fig, path):
+def save(fig, path, columns):
+    fig.legend(*fig.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns)
     fig.savefig(path, dpi=100, pil_kwargs={"optimize": True})
     print(f"wrote {path}")
 
 
-def draw_estimates(path, estimates, truth):
+def below_from(low, high):
+    """The number of trajectories from which on `low` stays below `high`; None if it is not below at the end."""
+    not_below = np.flatnonzero(low > high - 1e-12)  # estimates that are equal differ by rounding
+    first = not_below[-1] + 2 if len(not_below) else 1
+    return int(first) if first <= len(low) else None
+
+
+def show_classic(path, seeds, truth, comparisons, stochastic=False):
+    mdp = classic_mdp(stochastic)
+    trajectories = enumerate_trajectories(mdp, uniform_policy(mdp), steps=4)
+    estimates = classic_estimates(mdp, trajectories, sample_counts(trajectories, seeds))
+    statistics = {method: (V.mean(axis=0), V.std(axis=0)) for method, V in estimates.items()}
+    print(f"\n{path.stem}: mean ± one standard deviation over seeds; the true values are {truth:g}")
+    print(f"{'':28}{'trajectories':>12}{'V(1)':>20}{'V(2)':>20}")
+    for method, (mean, std) in statistics.items():
+        for k in (1, 10, 50, 100):
+            cells = "".join(f"{f'{m:.4f} ± {s:.4f}':>20}" for m, s in zip(mean[k - 1], std[k - 1], strict=True))
+            print(f"{method if k == 1 else '':28}{k:12}{cells}")
+    for low, high in comparisons:
+        where = [below_from(*columns) for columns in zip(statistics[low][1].T, statistics[high][1].T, strict=True)]
+        where = ", ".join(f"V({i}) {k or 'never'}" for i, k in enumerate(where, start=1))
+        print(f"trajectories from which on {low} has a smaller deviation than {high}: {where}")
+
     fig = Figure(figsize=(9, 4.8), layout="constrained")
     for state, ax in enumerate(fig.subplots(1, 2, sharey=True)):
-        for method, V in estimates.items():
+        for method, (mean, std) in statistics.items():
             color, line = STYLES[method]
-            mean, std = V[..., state].mean(axis=0), V[..., state].std(axis=0)
-            size = np.arange(1, len(mean) + 1)
-            ax.plot(size, mean, line, color=color, label=method)
-            ax.fill_between(size, mean - std, mean + std, color=color, alpha=0.15, linewidth=0)
-            for edge in (mean - std, mean + std):
-                ax.plot(size, edge, line, color=color, linewidth=1.2)
+            size, middle = np.arange(1, len(mean) + 1), mean[:, state]
+            low, high = middle - std[:, state], middle + std[:, state]
+            ax.plot(size, middle, line, color=color, label=method)
+            ax.fill_between(size, low, high, color=color, alpha=0.15, linewidth=0)
+            ax.plot(size, np.column_stack([low, high]), line, color=color, linewidth=1.2)
         ax.axhline(truth, color="black", linestyle=(0, (4, 4)), linewidth=1.2, label="true value")
         ax.set(xlabel="trajectories", title=f"V({state + 1})", xlim=(1, len(mean)), xticks=(1, 25, 50, 75, 100))
     fig.axes[0].set_ylabel("estimate")
-    handles, labels = fig.axes[0].get_legend_handles_labels()
-    fig.legend(handles, labels, loc="outside lower center", ncols=2 if max(map(len, labels)) > 12 else 4)
-    save(fig, path)
+    save(fig, path, columns=2 if stochastic else 4)
 
 
-def draw_counterexample(path, grid, estimates):
-    V = {name: x[..., 0] for name, x in estimates.items()}
+def show_counterexample(path, grid, estimates):
+    truth, closed_form, dae, off_policy = estimates.values()
+    bias = dae - truth
+    print("\ncounterexample: estimates of V(1) from data of μ")
+    print(f"{'π(u|2)':>8}{'μ(u|2)':>8}{'V^π(1)':>10}{'DAE':>10}{'closed form':>14}{'Off-policy DAE':>16}")
+    for pi_u, mu_u in ((0.5, 0.1), (0.5, 0.5), (0.9, 0.1), (0.9, 0.5), (0.9, 0.9)):
+        at = np.abs(grid - pi_u).argmin(), np.abs(grid - mu_u).argmin(), 0
+        print(f"{pi_u:8.2f}{mu_u:8.2f}{truth[at]:10.4f}{dae[at]:10.4f}{closed_form[at]:14.4f}{off_policy[at]:16.4f}")
+    print(f"largest difference over the {len(grid)} x {len(grid)} grid, of V(1), A(2,u) and A(2,d):")
+    print(f"  DAE to the closed form      {np.abs(dae - closed_form).max():.1e}")
+    print(f"  DAE to the truth            {np.abs(bias).max():.4f} (of V(1) alone {np.abs(bias[..., 0]).max():.4f})")
+    print(f"  DAE to the truth, π = μ     {np.abs(bias[np.eye(len(grid), dtype=bool)]).max():.1e}")
+    print(f"  Off-policy DAE to the truth {np.abs(off_policy - truth).max():.1e}")
+
     fig = Figure(figsize=(9, 5), layout="constrained")
     left, right = fig.subplots(1, 2)
+    marks = [  # colour stands for π, marks for the method
+        (closed_form, {"label": "DAE, closed form"}),
+        (dae, {"label": "DAE, numerical minimiser", "marker": "o", "linestyle": "none"}),
+        (truth, {"label": "$V^π(1)$", "linestyle": "--", "color": "black", "linewidth": 1.2}),
+        (off_policy, {"label": "Off-policy DAE, numerical", "marker": "x", "linestyle": "none", "mew": 1.8}),
+    ]
     for pi_u, color in ((0.9, "#0072B2"), (0.5, "#009E73"), (0.2, "#D55E00")):
         i = np.abs(grid - pi_u).argmin()
-        left.plot(grid, V["closed form"][i], color=color)
-        left.plot(grid, V["DAE"][i], "o", color=color, markersize=6)
-        left.plot(grid, V["truth"][i], "--", color="black", linewidth=1.2)
-        left.plot(grid, V["Off-policy DAE"][i], "x", color=color, markersize=6, markeredgewidth=1.8)
-        left.text(0.68, V["truth"][i, 0] + 0.012, f"π(u|2) = {pi_u}", color=color, ha="center")
-    # grey entries for the legend: colour stands for π, marks for the method
-    grey = {"color": "dimgrey"}
-    left.plot([], [], **grey, label="DAE, closed form")
-    left.plot([], [], "o", **grey, markersize=6, label="DAE, numerical minimiser")
-    left.plot([], [], "--", color="black", linewidth=1.2, label="$V^π(1)$")
-    left.plot([], [], "x", **grey, markersize=6, markeredgewidth=1.8, label="Off-policy DAE, numerical")
+        for estimate, mark in marks:
+            left.plot(grid, estimate[i, :, 0], **{"color": color} | mark | {"label": None})
+        left.text(0.68, truth[i, 0, 0] + 0.012, f"π(u|2) = {pi_u}", color=color, ha="center")
+    for _, mark in marks:
+        left.plot([], [], **{"color": "dimgrey"} | mark)
     left.set(xlabel="μ(u|2)", ylabel="estimate of V(1)", xlim=(0, 1), ylim=(0, 0.52), xticks=(0, 0.5, 1))
     left.set_title("estimates from data of μ")
-    image = right.pcolormesh(grid, grid, V["DAE"] - V["truth"], cmap="cividis", shading="nearest")
+    image = right.pcolormesh(grid, grid, bias[..., 0], cmap="cividis", shading="nearest")
     right.plot(grid, grid, "--", color="black", linewidth=1.2)
     right.text(0.52, 0.44, "π = μ", rotation=45, ha="center", va="center", rotation_mode="anchor")
-    right.set(
-        xlabel="μ(u|2)", ylabel="π(u|2)", title="bias of DAE's V(1)", xticks=(0.1, 0.5, 0.9), yticks=(0.1, 0.5, 0.9)
-    )
-    right.set_aspect("equal")
+    right.set(xlabel="μ(u|2)", ylabel="π(u|2)", xticks=(0.1, 0.5, 0.9), yticks=(0.1, 0.5, 0.9), aspect="equal")
+    right.set_title("bias of DAE's V(1)")
     fig.colorbar(image, ax=right, ticks=(0, -0.1, -0.2, -0.3, -0.4), shrink=0.8)
-    fig.legend(loc="outside lower center", ncols=2)
-    save(fig, path)
+    save(fig, path, columns=2)
 
 
-def draw_theorem(path, errors):
+def show_theorem(path, errors, identities):
+    count = len(errors[False, False, "DAE", 0])
+    print(f"\ntheorem: {count} stochastic and {count} deterministic random MDPs, data of μ ≠ π")
+    print("largest error of V, and of A and B if the method has them: smallest .. largest over the MDPs")
+    print("bootstrap: V̂(s_{n+1}) is an unknown like the others (Eq. loss_full), or a V_target that has converged")
+    print(f"{'':15}{'bootstrap':14}{'method':17}" + "".join(f"{f'n = {n}':>20}" for n in BACKUPS))
+    for deterministic, target, method in product((False, True), (False, True), METHODS):
+        cells = [errors[deterministic, target, method, n].max(axis=1) for n in BACKUPS]
+        cells = "".join(f"{f'{e.min():.1e} .. {e.max():.1e}':>20}" for e in cells)
+        kind = "deterministic" if deterministic else "stochastic"
+        print(f"{kind:15}{'V_target' if target else 'unknown':14}{method:17}{cells}")
+    identity = "V(s_0) + Σ γ^t (A_t + γ B_t) = Σ γ^t r_t + γ^T V(s_T) on every trajectory"
+    print(f"{identity}: to {identities['decomposition']:.1e}")
+    print(f"V^μ = V^π + E_μ[Σ γ^t A^π_t] in every state of every MDP: to {identities['policy improvement']:.1e}")
+
     fig = Figure(figsize=(9, 7.4), layout="constrained")
     axes = fig.subplots(2, 2, sharex=True, sharey=True)
-    for target, deterministic in np.ndindex(2, 2):
-        ax = axes[target, deterministic]
+    for target, deterministic in product((False, True), (False, True)):
+        ax = axes[int(target), int(deterministic)]
         for i, method in enumerate(METHODS):
-            error = np.array([errors[bool(deterministic), bool(target), method, n][:, 0] for n in BACKUPS])
+            error = np.array([errors[deterministic, target, method, n][:, 0] for n in BACKUPS])
             spread = np.linspace(-0.1, 0.1, error.shape[1])  # side by side, so that each MDP's dot can be seen
             n = np.array(BACKUPS)[:, None] + 0.27 * (i - 1) + spread
             mark = {"marker": "o^s"[i], "color": STYLES[method][0], "linestyle": "none"}
@@ -724,28 +564,33 @@ def draw_theorem(path, errors):
             ax.plot([], [], **mark, markersize=8, label=method)
         ax.axhline(1e-8, color="black", linestyle="--", linewidth=1.2)
         ax.set(yscale="log", ylim=(1e-17, 1e3), xticks=BACKUPS, yticks=(1e-16, 1e-12, 1e-8, 1e-4, 1))
-        kind = "deterministic MDPs" if deterministic else "stochastic MDPs"
-        ax.set_title(f"{kind}\n" + ("bootstrap: $V_{target}$" if target else "bootstrap: unknown $\\hat{V}$"))
-    for ax in axes[1]:
-        ax.set_xlabel("n")
-    for ax in axes[:, 0]:
-        ax.set_ylabel(r"max$_s$ $|\hat{V}(s) - V^π(s)|$")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    save(fig, path)
+        bootstrap = "$V_{target}$" if target else "unknown $\\hat{V}$"
+        ax.set_title(f"{'deterministic' if deterministic else 'stochastic'} MDPs\nbootstrap: {bootstrap}")
+    setp(axes[1], xlabel="n")
+    setp(axes[:, 0], ylabel=r"max$_s$ $|\hat{V}(s) - V^π(s)|$")
+    save(fig, path, columns=3)
 
 
-def draw_policy(path, shares):
+def show_policy(path, shares):
+    worlds = len(shares[SWEEPS[0][0]]["DAE"])
+    print(f"\npolicy: {ITERATIONS} improvements by each critic, on the same {worlds} random worlds in every row")
+    print("value of π, 0 for the uniform and 1 for the optimal policy: mean, worst, and worlds that fail (below 0.99)")
+    print(f"{'randomness':>10}{'share of μ':>12}{'n':>4}" + "".join(f"{method:>22}" for method in POLICY_METHODS))
+    for randomness, mu_share, n in sum(SWEEPS, start=[]):
+        row = [shares[randomness, mu_share, n][method] for method in POLICY_METHODS]
+        row = "".join(f"{f'{x.mean():.3f} {x.min():6.2f} {np.mean(x < 0.99):4.0%}':>22}" for x in row)
+        print(f"{randomness:10.2f}{mu_share:12.2f}{n:4}{row}")
+
     fig = Figure(figsize=(13, 7.6), layout="constrained")
     axes = fig.subplots(2, 3, sharex="col", sharey="row")
     for i, (top, bottom) in enumerate(axes.T):
         x = [cell[i] for cell in SWEEPS[i]]  # the coordinate that this sweep varies
         for method, marker, size in zip(POLICY_METHODS, "oD^s", (11, 5, 8, 7), strict=True):
-            style = {"color": STYLES[method][0], "linestyle": STYLES[method][1], "marker": marker, "markersize": size}
+            color, line = STYLES[method]
+            style = {"color": color, "linestyle": line, "marker": marker, "markersize": size}
             reached = np.array([shares[cell][method] for cell in SWEEPS[i]])
             top.plot(x, reached.mean(axis=1), **style, label=method)
-            top.fill_between(
-                x, *np.quantile(reached, (0.1, 0.9), axis=1), color=style["color"], alpha=0.15, linewidth=0
-            )
+            top.fill_between(x, *np.quantile(reached, (0.1, 0.9), axis=1), color=color, alpha=0.15, linewidth=0)
             bottom.plot(x, 100 * (reached < 0.99).mean(axis=1), **style)
     axes[0, 0].set(title="how random the world is\n(data from μ, n = 2)")
     axes[0, 1].set(title="how far the data is from the policy\n(randomness 0.5, n = 2)")
@@ -755,11 +600,7 @@ def draw_policy(path, shares):
     axes[1, 2].set(xlabel="n", xticks=(1, 2, 3, 4))
     axes[0, 0].set_ylabel("share of the possible\nimprovement reached\n(band: 80% of the worlds)")
     axes[1, 0].set_ylabel("worlds that fail (%):\nless than 99% reached")
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    save(fig, path)
-
-
-# --- Main -------------------------------------------------------------------------------------------------------------
+    save(fig, path, columns=4)
 
 
 def main(argv=None):
@@ -775,38 +616,20 @@ def main(argv=None):
         parser.error(f"--out {args.out}: cannot be made a directory ({error.strerror})")
 
     with matplotlib.rc_context(FONTS):
-        mdp = classic_mdp()
-        trajectories = enumerate_trajectories(mdp, uniform_policy(mdp), steps=2)
-        n = classic_counts(trajectories, sample_counts(trajectories, args.seeds))
-        estimates = classic_estimates(*n)
-        print_estimates("classic", estimates, truth=0.5)
-        print_crossing(estimates, "Batch TD(0)", "MC")
-        print_crossing(estimates, "DAE", "Batch TD(0)")
-        draw_estimates(args.out / "classic.png", estimates, truth=0.5)
-
-        mdp = classic_stoch_mdp()
-        trajectories = enumerate_trajectories(mdp, uniform_policy(mdp), steps=4)
-        estimates = classic_stoch_estimates(mdp, trajectories, sample_counts(trajectories, args.seeds))
-        print_estimates("classic_stochastic", estimates, truth=1.0)
-        print_crossing(estimates, "Off-policy DAE (learned p)", "DAE")
-        print_crossing(estimates, "Off-policy DAE (oracle p)", "DAE")
-        draw_estimates(args.out / "classic_stochastic.png", estimates, truth=1.0)
-
+        comparisons = [("Batch TD(0)", "MC"), ("DAE", "Batch TD(0)")]
+        show_classic(args.out / "classic.png", args.seeds, 0.5, comparisons)
+        comparisons = [("Off-policy DAE (learned p)", "DAE"), ("Off-policy DAE (oracle p)", "DAE")]
+        show_classic(args.out / "classic_stochastic.png", args.seeds, 1.0, comparisons, stochastic=True)
         grid = np.linspace(0.05, 0.95, 19)
-        estimates = counterexample_grid(grid)
-        print_counterexample(grid, estimates)
-        draw_counterexample(args.out / "counterexample.png", grid, estimates)
-
+        show_counterexample(args.out / "counterexample.png", grid, counterexample_grid(grid))
         print("\nsolving the random MDPs of the theorem ...", flush=True)
-        errors, identities = theorem_errors()
-        print_theorem(errors, identities)
-        draw_theorem(args.out / "theorem.png", errors)
-        print_uniqueness(uniqueness_cases())
-
+        show_theorem(args.out / "theorem.png", *theorem_errors())
+        print("\nuniqueness: do all minimisers agree on V, and on A and B of the actions that π takes?")
+        for case, agree in uniqueness_cases().items():
+            answers = [f"{x} {'yes' if agreed else 'no':3}" for x, agreed in zip("VAB", agree, strict=True)]
+            print(f"  {case:56}" + "   ".join(answers))
         print("\noptimising the policies of random worlds ...", flush=True)
-        shares = policy_shares()
-        print_policy(shares)
-        draw_policy(args.out / "policy.png", shares)
+        show_policy(args.out / "policy.png", policy_shares())
 
 
 if __name__ == "__main__":

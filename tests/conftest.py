@@ -1,13 +1,16 @@
 import importlib
+import signal
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "experiments")]
 SCRIPTS = ["offdae_uncorrected", "offdae_dae", "offdae_offpolicy", "offdae_tree"]
+CPU = torch.device("cpu")
 
 
 def pytest_configure(config):
@@ -40,14 +43,37 @@ def seeded():
     torch.manual_seed(0)
 
 
+def made(script, device=CPU, steps=20, **sizes):
+    """Arguments, games, an agent and a replay with frames of random play in it."""
+    args = script.Args(**sizes)
+    games, rng = script.Games(args, script.spawn_seeds(args)[2]), np.random.default_rng(0)
+    replay, agent = script.Replay(args, games.channels, device), script.Agent(args, games, device)
+    for _ in range(steps):
+        replay.add(games.step(rng.integers(len(games.action_set), size=args.num_envs)))
+    return args, games, agent, replay
+
+
+def run_main(script, directory, *arguments):
+    """`main` of a script with these arguments in a directory. Afterwards signals are handled as before."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(directory)
+            patch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, arguments)])
+            script.main()
+    finally:
+        getattr(script, "signals", []).clear()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Run a script's `main` with arguments in an empty directory, which is returned."""
+    """Run a script's `main` in an empty directory, which is returned."""
+    monkeypatch.chdir(tmp_path)
 
-    def main(script, *arguments):
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, arguments)])
-        script.main()
+    def run(script, *arguments):
+        run_main(script, tmp_path, *arguments)
         return tmp_path
 
-    return main
+    return run

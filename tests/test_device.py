@@ -2,35 +2,24 @@
 
 import importlib
 
-import numpy as np
 import pytest
 import torch
+from conftest import made
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+SIZES = dict(env_id="seaquest", num_envs=8, n=4, channels=8, hidden=16, batch_size=32)
 
 
 class OnlyMeta(TorchDispatchMode):
     """Fails on an operator with a tensor that is not on the meta device, and so on anything that asks for a value."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        for leaf in tree_leaves((args, kwargs or {})):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
-                raise AssertionError(f"{function} got a tensor on {leaf.device}")
         result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":
-                raise AssertionError(f"{function} made a tensor on {leaf.device}")
+                raise AssertionError(f"{function} got or made a tensor on {leaf.device}")
         return result
-
-
-def fill(script, args, device):
-    """Agent and replay with random data of the scripts' own making."""
-    games = script.Games(args, script.spawn_seeds(args)[2])
-    replay, agent = script.Replay(args, games.channels, device), script.Agent(args, games, device)
-    rng = np.random.default_rng(0)
-    for _ in range(40):
-        replay.add(games.step(rng.integers(len(games.action_set), size=args.num_envs)))
-    return agent, replay
 
 
 @pytest.fixture
@@ -43,14 +32,9 @@ def adam_on_meta(monkeypatch):
     monkeypatch.setattr(adam, "_get_capturable_supported_devices", lambda *_, **__: ["meta"])
 
 
-def configurations(script):
-    return [{}, dict(target_network=False)] if hasattr(script.Args, "target_network") else [{}]
-
-
 def test_an_update_stays_on_the_device(script, adam_on_meta):
-    for changes in configurations(script):
-        args = script.Args(env_id="seaquest", num_envs=8, n=4, channels=8, hidden=16, batch_size=32, **changes)
-        agent, replay = fill(script, args, torch.device("meta"))
+    for changes in [{}, dict(target_network=False)] if hasattr(script.Args, "target_network") else [{}]:
+        args, _, agent, replay = made(script, torch.device("meta"), **SIZES, **changes)
         with OnlyMeta():
             for _ in range(2):
                 logged = script.update(args, agent, replay)
@@ -60,12 +44,11 @@ def test_an_update_stays_on_the_device(script, adam_on_meta):
 @pytest.mark.parametrize("leak", ["replay", "network", "value"])
 def test_the_check_notices(common, adam_on_meta, monkeypatch, leak):
     """A tensor left on the CPU, a network left on the CPU, a value asked for: each must fail."""
-    args = common.Args(env_id="asterix", num_envs=8, n=4, channels=8, hidden=16, batch_size=32)
-    agent, replay = fill(common, args, torch.device("meta"))
+    args, games, agent, replay = made(common, torch.device("meta"), **SIZES)
     if leak == "replay":
         replay.ring["segments"] = torch.zeros(args.buffer_size, 2, dtype=torch.int64)
     elif leak == "network":
-        agent.target_network = common.Network(args, 4, 5)
+        agent.target_network = common.Network(args, games.channels, len(games.action_set))
     else:
         critic_loss = common.critic_loss
         monkeypatch.setattr(common, "critic_loss", lambda *x: critic_loss(*x) * critic_loss(*x).item())
@@ -75,8 +58,7 @@ def test_the_check_notices(common, adam_on_meta, monkeypatch, leak):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_updates_on_a_gpu_never_synchronise(script):
-    args = script.Args(env_id="seaquest", num_envs=8, n=4, channels=16, hidden=32, batch_size=64)
-    agent, replay = fill(script, args, torch.device("cuda"))
+    args, _, agent, replay = made(script, torch.device("cuda"), **SIZES)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(20):

@@ -3,55 +3,47 @@
 import importlib
 import json
 
-import numpy as np
 import pytest
 import torch
+from conftest import CPU, SCRIPTS, made
 
 import offdae_dae
-import offdae_offpolicy
 
-BREAKOUT = ["--env-id", "breakout", "--small", "--total-timesteps", 120_000, "--run-name", "learning"]
+BREAKOUT = "--env-id breakout --small --total-timesteps 60000 --batch-size 256 --learning-starts 5000 --hidden 128 "
+BREAKOUT += "--steps-per-update 64 --learning-rate 1e-3 --tau 0.99 --channels 16 --run-name learning"
 
 
 @pytest.fixture(scope="module")
 def random_return():
     """Uniform play, the policy of a network whose policy head is 0."""
-    args = offdae_dae.Args(env_id="breakout", channels=1, hidden=1, eval_episodes=400)
-    agent = offdae_dae.Agent(args, offdae_dae.Games(args, np.random.SeedSequence(0).spawn(1)), torch.device("cpu"))
-    torch.nn.init.zeros_(agent.network.policy.weight)
-    torch.nn.init.zeros_(agent.network.policy.bias)
-    return offdae_dae.evaluate(args, agent.network, torch.device("cpu"))["mean"]
+    args, _, agent, _ = made(offdae_dae, env_id="breakout", channels=1, hidden=1, eval_episodes=400, steps=0)
+    for parameter in agent.network.policy.parameters():
+        torch.nn.init.zeros_(parameter)
+    return offdae_dae.evaluate(args, agent.network, CPU)["mean"]
 
 
 def learned(run, script, *arguments):
-    directory = run(script, *BREAKOUT, *arguments) / "runs" / "learning"
-    assert len((directory / "curve.csv").read_text().splitlines()) == 1 + 500  # 938 steps, 500 points
+    directory = run(script, *BREAKOUT.split(), *arguments) / "runs" / "learning"
+    assert len((directory / "curve.csv").read_text().splitlines()) == 1 + 469  # steps, fewer than 500 points
     return json.loads((directory / "eval.json").read_text())["mean"]
 
 
-def test_dae_learns_breakout(run, random_return):
-    assert learned(run, offdae_dae) >= 4 * random_return > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["offdae_uncorrected", "offdae_tree"])
-def test_the_others_learn_breakout(run, random_return, name):
-    assert learned(run, importlib.import_module(name)) >= 4 * random_return > 0
-
-
-@pytest.mark.slow
-def test_off_policy_dae_learns_breakout(run, random_return):
-    """With a smaller CVAE, for there is no chance in Breakout that it could find."""
-    arguments = "--cvae-channels", 2, "--latent-size", 2
-    assert learned(run, offdae_offpolicy, *arguments) >= 4 * random_return > 0
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow if x != "offdae_dae" else ()) for x in SCRIPTS]
+)
+def test_learns_breakout(run, random_return, name):
+    """Off-policy DAE with a small CVAE, for there is no chance in Breakout that it could find."""
+    arguments = ["--cvae-channels", 2, "--latent-size", 2] if name == "offdae_offpolicy" else []
+    assert learned(run, importlib.import_module(name), *arguments) >= 4 * random_return > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factor", [-1.0, 0.0], ids=["reversed advantage", "no advantage"])
 def test_a_broken_actor_does_not_learn(run, random_return, monkeypatch, factor):
     actor_loss = offdae_dae.actor_loss
-    broken = lambda args, online, target: actor_loss(  # noqa: E731
-        args, online._replace(advantage=factor * online.advantage), target
-    )
+
+    def broken(args, online, target):
+        return actor_loss(args, online._replace(advantage=factor * online.advantage), target)
+
     monkeypatch.setattr(offdae_dae, "actor_loss", broken)
-    assert learned(run, offdae_dae) < 4 * random_return
+    assert learned(run, offdae_dae) < 2 * random_return

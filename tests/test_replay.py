@@ -7,6 +7,7 @@ import minatar
 import numpy as np
 import pytest
 import torch
+from conftest import CPU, made
 
 GAMES, LIMIT = 4, 20
 
@@ -14,11 +15,11 @@ GAMES, LIMIT = 4, 20
 class ScriptedGame:
     """Episodes of random lengths; the board spells (game, episode, step) in bits, the reward is made of them."""
 
-    created = 0
+    made = []
 
     def __init__(self, *_, **__):
-        self.number, self.episode, self.n_channels = ScriptedGame.created % GAMES, -1, 4
-        ScriptedGame.created += 1
+        self.number, self.episode, self.n_channels = len(self.made) % GAMES, -1, 4
+        self.made.append(self)
         self.log = {}  # (episode, step) -> (action, reward, terminal)
 
     def seed(self, seed):
@@ -54,17 +55,13 @@ def decode(states):
     return [tuple(row) for row in (bits * 2 ** torch.arange(16)).sum(2).tolist()]
 
 
-def play(common, monkeypatch, n, steps, buffer_size=2000, batch_size=64, seed=0, gamma=0.9):
+def play(common, monkeypatch, n, steps, buffer_size=2000, batch_size=64, gamma=0.9):
     """Games and replay after some steps, and the segments that replay should hold, oldest first, kept by hand."""
     monkeypatch.setattr(minatar, "Environment", ScriptedGame)
-    ScriptedGame.created = 0
-    args = common.Args(
-        n=n, num_envs=GAMES, max_episode_frames=LIMIT, buffer_size=buffer_size, batch_size=batch_size, gamma=gamma
-    )
-    games = common.Games(args, np.random.SeedSequence(seed).spawn(GAMES))
-    replay = common.Replay(args, 4, torch.device("cpu"))
-    rng, expected = np.random.default_rng(seed), deque()
-    running = [[] for _ in range(GAMES)]
+    ScriptedGame.made.clear()
+    sizes = dict(n=n, num_envs=GAMES, max_episode_frames=LIMIT, buffer_size=buffer_size, batch_size=batch_size)
+    args, games, _, replay = made(common, steps=0, channels=2, hidden=4, gamma=gamma, **sizes)
+    rng, expected, running = np.random.default_rng(0), deque(), [[] for _ in range(GAMES)]
     for _ in range(steps):
         keys = [(game.number, game.episode, game.step) for game in games.games]
         transitions = games.step(rng.integers(3, size=GAMES))
@@ -76,8 +73,7 @@ def play(common, monkeypatch, n, steps, buffer_size=2000, batch_size=64, seed=0,
             assert transitions.truncated[i] == (not terminal and key[2] + 1 == LIMIT)
             if terminal or len(running[i]) == n:
                 expected.append((tuple(running[i]), terminal))
-                running[i] = []
-            if transitions.truncated[i]:
+            if terminal or len(running[i]) == n or transitions.truncated[i]:
                 running[i] = []
         while sum(len(keys) for keys, _ in expected) > buffer_size:
             expected.popleft()
@@ -86,11 +82,10 @@ def play(common, monkeypatch, n, steps, buffer_size=2000, batch_size=64, seed=0,
 
 @pytest.mark.parametrize("n", [1, 3, 8, 25])
 def test_every_frame_of_many_batches(common, monkeypatch, n):
-    args, games, replay, expected = play(common, monkeypatch, n, steps=800)
+    args, games, replay, expected = play(common, monkeypatch, n, steps=500)
     segment_of = {key: (keys, terminal) for keys, terminal in expected for key in keys}
-    F, K = args.batch_size, math.ceil(args.batch_size / n)
-    cut_segments = 0
-    for _ in range(30):
+    F, K, cut_segments = args.batch_size, math.ceil(args.batch_size / n), 0
+    for _ in range(15):
         batch = replay.sample()
         assert batch.states.shape == (F, 4, 10, 10) and batch.end_states.shape == (K, 4, 10, 10)
         frames, ends = decode(batch.states), decode(batch.end_states)
@@ -106,10 +101,8 @@ def test_every_frame_of_many_batches(common, monkeypatch, n):
             for j in range(i, i + length):
                 number, episode, step = frames[j]
                 action, reward, _ = games.games[number].log[episode, step]
-                assert batch.actions[j] == action
-                assert batch.rewards[j] == reward
-                assert batch.remaining[j] == i + length - j
-                assert batch.end_terminal[j] == terminal
+                assert batch.actions[j] == action and batch.rewards[j] == reward
+                assert batch.remaining[j] == i + length - j and batch.end_terminal[j] == terminal
                 assert following is None or following[j] == (number, episode, step + 1)
                 if not terminal:
                     assert ends[batch.end_slot[j]] == (number, episode, keys[-1][2] + 1)
@@ -132,77 +125,48 @@ def test_the_oldest_segments_leave_first(common, monkeypatch, n, buffer_size):
         for row, (keys, terminal) in zip(range(replay.oldest, replay.newest), expected, strict=True):
             start, length = replay.ring["segments"][row % buffer_size].tolist()
             where = (start + torch.arange(length)) % buffer_size
-            states = common.unpack(replay.ring["states"][where], 4)
-            next_states = common.unpack(replay.ring["next_states"][where], 4)
-            assert tuple(decode(states)) == keys
-            assert decode(next_states) == [(number, episode, step + 1) for number, episode, step in keys]
+            states, following = (decode(common.unpack(replay.ring[x][where], 4)) for x in ("states", "next_states"))
+            assert tuple(states) == keys and following == [
+                (number, episode, step + 1) for number, episode, step in keys
+            ]
             assert replay.ring["terminal"][where].tolist() == [False] * (length - 1) + [terminal]
             assert terminal or length == n
 
 
-def test_no_segment_is_cut_short_by_the_time_limit(common, monkeypatch):
-    """20 frames are two segments of 8, and 4 frames that are dropped."""
-    _, games, replay, _ = play(common, monkeypatch, 8, steps=400)
-    assert {length for _, length, truncated in games.finished if truncated} == {LIMIT}
-    starts, lengths = replay.ring["segments"][replay.oldest : replay.newest].unbind(1)
-    ends_terminal = replay.ring["terminal"][(starts + lengths - 1) % replay.capacity]
-    assert (ends_terminal | (lengths == 8)).all() and not ends_terminal.all()
-
-
 def test_segments_are_drawn_uniformly(common, monkeypatch):
     _, _, replay, expected = play(common, monkeypatch, 8, steps=200, buffer_size=300, batch_size=16)
-    draws, counts = 2500, Counter()
-    for _ in range(draws):
-        batch = replay.sample()
-        frames = decode(batch.states)
-        counts[frames[0]] += 1  # F > n: the first of a batch is never cut
+    draws = 1500
+    counts = Counter(decode(replay.sample().states)[0] for _ in range(draws))  # F > n: the first one is never cut
     firsts = [keys[0] for keys, _ in expected]
     assert len({len(keys) for keys, _ in expected}) > 1 and set(counts) <= set(firsts)
-    mean = draws / len(firsts)
+    mean, freedom = draws / len(firsts), len(firsts) - 1
     chi_squared = sum((counts[first] - mean) ** 2 / mean for first in firsts)
-    freedom = len(firsts) - 1
     assert abs(chi_squared - freedom) < 4 * (2 * freedom) ** 0.5
 
 
-def test_discounts_are_finite_for_small_gamma(common, monkeypatch):
-    _, _, replay, _ = play(common, monkeypatch, 3, steps=100, batch_size=1024, gamma=1e-3)
-    assert replay.sample().discounts.isfinite().all()
-
-
-def test_a_full_seaquest_replay_takes_at_most_300_mb(common):
-    replay = common.Replay(common.Args(n=1), 10, torch.device("meta"))
-    assert sum(ring.nbytes for ring in replay.ring.values()) * replay.capacity <= 300e6  # a row each at first
-
-
-def test_the_ring_grows_with_what_is_stored(common, monkeypatch):
+def test_the_ring_grows_with_what_is_stored_and_a_full_one_takes_at_most_300_mb(common, monkeypatch):
     for steps, rows in ((10, 64), (600, 333)):
         _, _, replay, _ = play(common, monkeypatch, 3, steps, buffer_size=333)
         assert {len(ring) for ring in replay.ring.values()} <= {rows, rows // 2} and replay.frames > rows // 2 - 64
+    _, _, replay, _ = play(common, monkeypatch, 3, steps=100, batch_size=1024, gamma=1e-3)
+    assert replay.sample().discounts.isfinite().all()  # no power of a small gamma overflows
+    seaquest = common.Replay(common.Args(n=1), 10, torch.device("meta"))
+    assert sum(ring.nbytes for ring in seaquest.ring.values()) * seaquest.capacity <= 300e6  # a row each at first
 
 
 def test_evaluation_counts_the_first_episode_of_each_game(common, monkeypatch):
-    made = []
-
-    class RememberedGame(ScriptedGame):
-        def __init__(self, *_, **__):
-            super().__init__()
-            made.append(self)
-
-    monkeypatch.setattr(minatar, "Environment", RememberedGame)
-    args = common.Args(channels=2, hidden=4, eval_episodes=20, max_episode_frames=LIMIT)
-    agent = common.Agent(args, common.Games(args, np.random.SeedSequence(5).spawn(1)), torch.device("cpu"))
-    made.clear()
-    result = common.evaluate(args, agent.network, torch.device("cpu"))
-    episodes = []
-    for game in made:
+    monkeypatch.setattr(minatar, "Environment", ScriptedGame)
+    sizes = dict(channels=2, hidden=4, eval_episodes=20, max_episode_frames=LIMIT)
+    args, _, agent, _ = made(common, num_envs=1, steps=0, **sizes)
+    ScriptedGame.made.clear()
+    result, episodes = common.evaluate(args, agent.network, CPU), []
+    for game in ScriptedGame.made:
         assert {episode for episode, _ in game.log} == {0}, "a game was played on after its first episode"
         _, rewards, terminal = zip(*game.log.values(), strict=True)
-        episodes.append((pytest.approx(sum(rewards), rel=1e-5), len(rewards), not terminal[-1]))
-    assert len(made) == 20 and {truncated for _, _, truncated in episodes} == {False, True}
-    found = list(zip(result["returns"], result["lengths"], result["truncated"], strict=True))
-    assert len(found) == 20 and all(episode in episodes for episode in found)
-    assert sorted(result["lengths"]) == sorted(length for _, length, _ in episodes)
-    assert max(result["lengths"]) == LIMIT
+        episodes.append((len(rewards), not terminal[-1], pytest.approx(sum(rewards), rel=1e-5)))
+    found = sorted(zip(result["lengths"], result["truncated"], result["returns"], strict=True))
+    assert found == sorted(episodes, key=lambda x: (x[0], x[1], x[2].expected)) and len(found) == 20
+    assert set(result["truncated"]) == {False, True} and max(result["lengths"]) == LIMIT
     assert result["frames"] == sum(result["lengths"])
     assert result["mean"] == pytest.approx(np.mean(result["returns"]))
     assert result["stderr"] == pytest.approx(np.std(result["returns"], ddof=1) / 20**0.5)

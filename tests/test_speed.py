@@ -6,11 +6,13 @@ import shutil
 
 import pytest
 import torch
+from conftest import made
 from torch._dynamo.utils import counters
 from torch.utils.flop_counter import FlopCounterMode
 
-import offdae_dae
 import offdae_offpolicy
+
+SMALL = dict(num_envs=8, batch_size=32, buffer_size=1000, channels=4, hidden=8, learning_rate=1e-3)
 
 
 def needed_flops(args, channels, num_actions, online_frames, target_frames):
@@ -25,47 +27,33 @@ def needed_flops(args, channels, num_actions, online_frames, target_frames):
     return 2 * (online_frames * (forward + backward) + target_frames * forward)
 
 
-def needed_cvae_flops(args, channels, num_actions, frames):
-    """Of a CVAE update: one pass over s and s', one of h, prior and posterior, and all decoders, each 10 x 10 x 9."""
-    wide, narrow, Z = args.cvae_channels, args.cvae_channels // 2, args.latent_size
-    encoder = channels * narrow + 2 * narrow**2 + narrow * wide + 2 * wide**2
-    transition = (wide + num_actions) * wide + 4 * wide**2
-    prior = 4 * wide**2
-    posterior = 2 * wide * wide + 4 * wide**2
-    decoder = 2 * wide**2 + wide * narrow + 2 * narrow**2 + narrow * channels
-    forward = 2 * encoder + transition + prior + posterior + min(args.decode_latents, Z) * decoder
-    backward = 2 * forward - 2 * channels * narrow - num_actions * wide  # boards and actions need no gradient
-    return 2 * frames * (900 * (forward + backward) + 3 * 2 * wide * Z)
-
-
-def counted_flops(function):
-    counter = FlopCounterMode(display=False)
-    with counter:
-        function()
-    return counter.get_total_flops()
-
-
-def made(script, device="cpu", **sizes):
-    """Arguments, an agent and a replay with a few frames in it."""
-    args = script.Args(**sizes)
-    games = script.Games(args, script.spawn_seeds(args)[2])
-    agent, replay = script.Agent(args, games, device), script.Replay(args, games.channels, device)
-    for _ in range(2 * args.n):
-        replay.add(games.step(script.np.zeros(args.num_envs, dtype=int)))
-    return args, games, agent, replay
+def needed_cvae_flops(args, cvae, channels, num_actions, frames):
+    """Of a CVAE update: one pass over s and s', one of h, prior and posterior, and all decoders. Each weight of a
+    convolution meets 100 pixels."""
+    weights = {
+        name: sum(x.weight.numel() for x in part.modules() if isinstance(x, torch.nn.Conv2d | torch.nn.ConvTranspose2d))
+        for name, part in cvae.named_children()
+    }
+    times = dict(encoder=2, transition=1, prior=1, posterior=1, decoder=args.decode_latents)
+    forward = sum(100 * times[name] * count for name, count in weights.items() if count)
+    first = 900 * (2 * channels * args.cvae_channels // 2 + num_actions * args.cvae_channels)
+    heads = 2 * args.cvae_channels * args.latent_size
+    return 2 * frames * (3 * (forward + heads) - first)  # boards and actions need no gradient
 
 
 @pytest.mark.parametrize("n", [8, 32])
 def test_no_flop_is_wasted(script, n):
     """Of whole updates at the paper's widths, on 64 frames."""
     sizes = dict(env_id="seaquest", n=n, num_envs=8, batch_size=64, buffer_size=1000)
-    args, games, agent, replay = made(script, **sizes | (dict(cvae_channels=16) if hasattr(script, "CVAE") else {}))
+    sizes |= dict(cvae_channels=16) if script is offdae_offpolicy else {}
+    args, games, agent, replay = made(script, steps=2 * n, **sizes)
     actions, ends = len(games.action_set), -(-args.batch_size // n)
     needed = needed_flops(args, games.channels, actions, args.batch_size, args.batch_size + ends)
-    if hasattr(script, "CVAE"):
-        needed += needed_cvae_flops(args, games.channels, actions, args.batch_size)
-    counted = counted_flops(lambda: script.update(args, agent, replay))
-    assert 0.99 < counted / needed < 1.03
+    if script is offdae_offpolicy:
+        needed += needed_cvae_flops(args, agent.cvae, games.channels, actions, args.batch_size)
+    with FlopCounterMode(display=False) as counter:
+        script.update(args, agent, replay)
+    assert 0.99 < counter.get_total_flops() / needed < 1.03
 
 
 def updates(script, args, agent, replay, losses):
@@ -80,10 +68,17 @@ def updates(script, args, agent, replay, losses):
     return torch.stack(logged), max((left - right).abs().max().item() for left, right in pairs)
 
 
-def check_compiled(script, backend):
-    cvae = dict(latent_size=5, cvae_channels=4, decode_latents=3) if hasattr(script, "CVAE") else {}
-    small = dict(num_envs=8, batch_size=32, buffer_size=1000, channels=4, hidden=8, learning_rate=1e-3) | cvae
-    args, games, agent, replay = made(script, **small)
+COMPILER = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
+COMPILED = [("offdae_uncorrected", "aot_eager"), ("offdae_dae", "aot_eager"), ("offdae_tree", "aot_eager")]
+COMPILED += [pytest.param("offdae_offpolicy", "aot_eager", marks=pytest.mark.slow)]
+COMPILED += [pytest.param("offdae_dae", "inductor", marks=[pytest.mark.slow, COMPILER])]
+
+
+@pytest.mark.parametrize(("name", "backend"), COMPILED)
+def test_losses_compile_whole_and_only_once(name, backend):
+    script = importlib.import_module(name)
+    cvae = dict(latent_size=5, cvae_channels=4, decode_latents=3) if script is offdae_offpolicy else {}
+    args, _, agent, replay = made(script, **SMALL, **cvae)
     twin = copy.deepcopy(agent)
     torch._dynamo.reset()
     counters.clear()
@@ -97,35 +92,15 @@ def check_compiled(script, backend):
     assert fast_last == pytest.approx(slow_last, rel=0.01) and fast_last < 4 * args.learning_rate / 20
 
 
-@pytest.mark.parametrize("name", ["offdae_uncorrected", "offdae_dae", "offdae_tree"])
-def test_losses_compile_whole_and_only_once(name):
-    check_compiled(importlib.import_module(name), "aot_eager")
-
-
-@pytest.mark.slow
-def test_off_policy_losses_compile_whole_and_only_once():
-    check_compiled(offdae_offpolicy, "aot_eager")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler")
-def test_losses_compile_with_inductor():
-    check_compiled(offdae_dae, "inductor")
-
-
 def test_bfloat16_runs_the_cvae_in_bfloat16_and_nothing_else():
     """The losses are close to float32's and are float32; the weights and the actor-critic stay what they were."""
-    script = offdae_offpolicy
-    args, games, agent, replay = made(
-        script, num_envs=8, batch_size=32, buffer_size=1000, channels=4, hidden=8, cvae_channels=16
-    )
-    args.bf16, batch = True, replay.sample()
-    seen = []
+    args, _, agent, replay = made(offdae_offpolicy, **SMALL, cvae_channels=16)
+    args.bf16, batch, seen = True, replay.sample(), []
     agent.cvae.decoder.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     agent.network.register_forward_hook(lambda module, inputs, output: seen.append(output.value.dtype))
-    loss, logged = script.compute_losses(args, agent, batch)
+    loss, logged = offdae_offpolicy.compute_losses(args, agent, batch)
     loss.backward()
     assert set(seen) == {torch.float32, torch.bfloat16} and seen[0] == torch.float32 and loss.dtype == torch.float32
     args.bf16 = False
-    torch.testing.assert_close(logged, script.compute_losses(args, agent, batch)[1], rtol=0.1, atol=0.02)
+    torch.testing.assert_close(logged, offdae_offpolicy.compute_losses(args, agent, batch)[1], rtol=0.1, atol=0.02)
     assert all(weight.grad is not None and weight.grad.isfinite().all() for weight in agent.cvae.parameters())
