@@ -134,7 +134,7 @@ def test_luck_with_the_exact_posterior_is_zero_on_average(float64):
     g, actions = torch.randn(1, 2, 3).expand(5, -1, -1), torch.ones(5, dtype=torch.long)
     luck = script.centred_luck(g, actions, q, p)
     assert luck.abs().max() > 1e-3 and abs((next_state * luck).sum()) < 1e-14
-    expected = [sum((q[i, z] - p[i, z]) * g[i, 1, z] for z in range(3)) for i in range(5)]
+    expected = [sum((q[i, z] - p[i, z]) * p[i, z] ** 0.5 * g[i, 1, z] for z in range(3)) for i in range(5)]
     torch.testing.assert_close(luck, torch.stack(expected))
 
 

@@ -107,13 +107,14 @@ class Slow:
         return raw[action] - sum(policy[a] * raw[a] for a in range(ACTIONS))
 
     def luck(self, segment, t):
-        """B(s,a,s') = sum_z q(z|s,a,s') g(s,a,z) - sum_z p(z|s,a) g(s,a,z)"""
+        """B(s,a,s') = sum_z q(z|s,a,s') g(s,a,z) - sum_z p(z|s,a) g(s,a,z), g(s,a,z) = sqrt(p(z|s,a)) times the head"""
         state, action = segment.states[t], segment.actions[t]
         with torch.no_grad():
             _, log_p, log_q = self.agent.cvae(state[None], torch.tensor([action]), segment.following[t][None])
-        g, total = self.output(self.agent.network, state).luck[0], 0.0
+        head, total = self.output(self.agent.network, state).luck[0], 0.0
         for z in range(self.args.latent_size):
-            total = total + log_q[0, z].exp() * g[action, z] - log_p[0, z].exp() * g[action, z]
+            g = log_p[0, z].exp() ** 0.5 * head[action, z]
+            total = total + log_q[0, z].exp() * g - log_p[0, z].exp() * g
         return total
 
     def end_value(self, segment, network):
