@@ -1,6 +1,5 @@
 """benchmark.sh: which runs there are, how they are started, stopped, continued and tried again, here and with Slurm."""
 
-import contextlib
 import json
 import os
 import re
@@ -46,10 +45,12 @@ def benchmark(tmp_path):
             (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
             (tmp_path / "bin" / name).chmod(0o755)
         path = os.pathsep.join([str(tmp_path / "bin"), os.path.dirname(sys.executable), os.environ["PATH"]])
-        ours = [*VARIABLES, "CUDA_VISIBLE_DEVICES"]
-        environment = {name: value for name, value in os.environ.items() if name not in ours}
-        environment |= dict(PATH=path, OMP_NUM_THREADS="1", TMP=str(tmp_path)) | variables
-        options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment)
+        environment = dict(
+            PATH=path, OMP_NUM_THREADS="1", TMP=str(tmp_path), SLURM_CONF=os.environ.get("SLURM_CONF", "")
+        )
+        options = dict(
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment | variables
+        )
         # a background job of a shell ignores SIGINT, and so would all that it starts
         options |= dict(start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
         processes.append(subprocess.Popen(["bash", str(root / "benchmark.sh"), *flags], **options))
@@ -72,17 +73,8 @@ def contents(directory):
     return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
 
 
-def result_of(run):
-    """Evaluation and weights, without the time that they took."""
-    model = torch.load(run / "model.pt", weights_only=True)
-    weights = [x.numpy().tobytes() for name in ("network", "target_network") for x in model[name].values()]
-    return json.loads((run / "eval.json").read_text()) | dict(seconds=0), weights
-
-
-# ----------------------------------------------------------------------------------------------------------- settings
+@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 def test_shellcheck_finds_nothing():
-    if not shutil.which("shellcheck"):
-        pytest.skip("shellcheck is not installed")
     result = subprocess.run(["shellcheck", ROOT / "benchmark.sh"], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
@@ -93,15 +85,13 @@ def test_frames_are_those_of_the_scripts(script):
     assert [int(number) for number in frames] == [script.SMALL["total_timesteps"], script.Args().total_timesteps]
 
 
-REFUSED = dict(METHODS="dae sarsa", ENVS="pong", NS="8 zero", SEEDS="1 -2", WORKERS="0", RUNS_PER_GPU="many")
-
-
 def test_help_and_what_is_refused(benchmark):
     before = contents(benchmark.root)
     out, _, status = benchmark("--help")
     assert status == 0 and not [name for name in VARIABLES if not re.search(rf"\b{name}\b", out)]
     assert "--decode-latents 4" in out and out.splitlines()[-1].startswith("Exit status")
-    for name, value in [*REFUSED.items(), ("NS", "0"), ("ARGS", "--seed 3"), ("ARGS", "--small --run-name=mine")]:
+    wrong = dict(METHODS="dae sarsa", ENVS="pong", NS="8 zero", SEEDS="1 -2", WORKERS="0", RUNS_PER_GPU="many")
+    for name, value in [*wrong.items(), ("NS", "0"), ("ARGS", "--seed 3"), ("ARGS", "--small --run-name=mine")]:
         _, err, status = benchmark(**ONE | dict(WORKERS="1") | {name: value})
         assert status == 2 and name in err and len(err.splitlines()) == 1, (name, value)
     _, err, status = benchmark("--smal")
@@ -114,19 +104,16 @@ def test_the_papers_grid_and_the_small_one(benchmark):
     out, err, status = benchmark("--dry-run", WORKERS="4", programs=NO_TORCH)
     first, *commands = [shlex.split(line) for line in out.splitlines()]
     assert status == 0 and first == ["cd", str(benchmark.root)] and len(commands) == 1500
-    assert len({command[command.index("--run-name") + 1] for command in commands}) == 1500
+    assert len(set(map(tuple, commands))) == 1500
     for command in commands:
         env_id, exp_name, n, seed = command[command.index("--run-name") + 1].split("__")
         wanted = f"python {exp_name.removesuffix('_no_target')}.py --env-id {env_id} --n {n[1:]} --seed {seed}"
         wanted += f" --run-name {env_id}__{exp_name}__{n}__{seed} --resume"
         assert command == (wanted + f" --no-target-network --exp-name {exp_name}" * ("_no_" in exp_name)).split()
-    *_, runs, hours, disk, warning = err.splitlines()
-    assert "1500 runs: 0 finished, 0 queued, 1500 to do" in runs and "about 10800 hours of a GPU" in hours
-    assert "about 69 GB" in disk and "no GPU" in warning and "days or months" in warning
-
+    for words in ("1500 runs: 0 finished, 0 queued, 1500 to do", "about 10800 hours of a GPU", "about 69 GB", "no GPU"):
+        assert words in err
     out, err, _ = benchmark("--dry-run", "--small", WORKERS="2", programs=NO_TORCH)
     assert len(out.splitlines()) == 1 + 5 * 2 * 2 * 3 and out.count(" --small") == 60 and "WARNING" not in err
-    assert not [word for word in ("freeway", "--n 16", "--seed 4") if word in out]
     grid = dict(METHODS="offpolicy dae_no_target", ENVS="freeway", NS="16", SEEDS="4 4 5", WORKERS="1", RUNS="a b")
     out, _, _ = benchmark("--dry-run", "--small", **grid, ARGS="--decode-latents 4")
     commands = [shlex.split(line.split("--run-name ")[1]) for line in out.splitlines()[1:]]
@@ -136,7 +123,6 @@ def test_the_papers_grid_and_the_small_one(benchmark):
     assert contents(benchmark.root) == before
 
 
-# ------------------------------------------------------------------------------------------------------- this machine
 RUN = """[ "$1" = -c ] && exit
 while [ "$1" != --run-name ]; do shift; done
 mkdir -p "runs/$2" && echo "$CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS" >>"runs/$2/seen"
@@ -148,9 +134,8 @@ echo '"small": false, "total_timesteps": 10000000,' | tee "runs/$2/args.json" >"
 
 def test_spread_over_gpus_stopped_once_and_continued(benchmark):
     """Two GPUs that are only said to be there, two runs on each; the terminal signals every process of its group."""
-    smi = 'for gpu in 0 1 2; do echo "GPU $gpu: it (UUID)"; done'
     grid = ONE | dict(SEEDS="1 2 3 4 5", GPUS="2", RUNS_PER_GPU="2", WORKERS="4")
-    grid |= dict(programs={"python": RUN, "nvidia-smi": smi, "nproc": "echo 9"})
+    grid |= dict(programs={"python": RUN, "nvidia-smi": "seq -f 'GPU %g: it (UUID)' 0 2", "nproc": "echo 9"})
     process = benchmark.start(**grid, TENTHS="900")
     wait_until(lambda: len(list(benchmark.runs.glob("*/seen"))) == 4, 60, "four runs are under way")
     os.killpg(process.pid, signal.SIGINT)
@@ -160,14 +145,7 @@ def test_spread_over_gpus_stopped_once_and_continued(benchmark):
     assert seen == ["0 2\ntold\n"] * 2 + ["1 2\ntold\n"] * 2 and not (benchmark.runs / f"{DAE}5").exists()
     out, err, status = benchmark(**grid, TENTHS="1", CUDA_VISIBLE_DEVICES="GPU-a,7,9")
     assert status == 0 and "4 running, 0 failed" in out and "5 of 5 finished, 0 running, 0 failed" in out, out + err
-    seen = [(benchmark.runs / f"{DAE}{seed}" / "seen").read_text().split()[-2] for seed in (1, 2, 3, 4)]
-    assert sorted(seen) == ["7", "7", "GPU-a", "GPU-a"]
-
-
-def test_a_gpu_that_torch_does_not_see_is_told_and_the_cpu_not_used(benchmark):
-    out, _, status = benchmark("--small", **ONE, WORKERS="1", CUDA_VISIBLE_DEVICES="0")
-    assert status == 1 and "torch sees no GPU here: not run on the CPU" in out
-    assert "== failed (status 1" in benchmark.log(1) and not (benchmark.runs / f"{DAE}1").exists()
+    assert (benchmark.runs / f"{DAE}5" / "seen").read_text().split()[0] in ("GPU-a", "7")
 
 
 @pytest.mark.slow
@@ -177,23 +155,16 @@ def test_interrupted_continued_failed_finished(benchmark):
     (runs / f"{DAE}2").mkdir(parents=True)
     (runs / f"{DAE}2" / "checkpoint.pt").write_text("not what a checkpoint looks like")
     process = benchmark.start(**grid, WORKERS="1")
-    try:
-        wait_until((runs / f"{DAE}1" / "checkpoint.pt").exists, 120, "there is a checkpoint")
-    finally:
-        os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+    wait_until((runs / f"{DAE}1" / "checkpoint.pt").exists, 120, "there is a checkpoint")
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 75 and "the same command continues" in err and len(err.splitlines()) == 1, err
     assert f"{DAE}1: running; 0 of 2 finished, 1 running, 0 failed, about 0:0" in out and f"{DAE}2" not in out
-    assert benchmark.log(1).splitlines()[-1].startswith("== interrupted (status 75")
-
     out, err, status = benchmark(**grid, WORKERS="2")
     assert status == 1 and not err and "2 running, 0 failed" in out, out + err
     assert "1 of 2 finished, 0 running, 1 failed" in out and "missing, damaged" in out and "== failed (status 2" in out
     assert "continuing from frame" in benchmark.log(1) and (runs / f"{DAE}1" / "eval.json").exists()
-
     before, nothing = contents(benchmark.root), grid | dict(WORKERS="2", programs=NO_TORCH)
-    out, err, status = benchmark(**nothing | dict(SEEDS="1"))
-    assert status == 0 and not err and "1 runs: 1 finished, 0 queued, 0 to do" in out
     _, err, status = benchmark("--dry-run", **nothing)
     assert status == 0 and "failed before" in err and "missing, damaged" in err and "1 to do" in err
     for reuse, count in [({}, 0), (dict(REUSE=str(runs)), 1)]:
@@ -203,7 +174,6 @@ def test_interrupted_continued_failed_finished(benchmark):
     assert status == 2 and "choose another RUNS or REUSE" in err and contents(benchmark.root) == before
 
 
-# -------------------------------------------------------------------------------------------------------------- Slurm
 SBATCH = """echo x >>"$TMP/calls"; printf '%s\\n' "$@" >"$TMP/options$(wc -l <"$TMP/calls")"; echo 7"""
 CLUSTER = dict(sbatch=SBATCH, squeue='[ ! -e "$TMP/queue" ] || cat "$TMP/queue"', scontrol="echo 'MaxArraySize = 4'")
 
@@ -219,9 +189,7 @@ def test_arrays_of_tasks_and_none_submitted_twice(benchmark, tmp_path):
     wanted += " --time=1-0 --requeue --open-mode=append --signal=USR1@300"
     for array, tasks in zip(arrays, ["0-3", "0-3", "0-0"], strict=True):
         assert {f"--array={tasks}%3", *wanted.split()} <= set(array) and array[-2:] == ["1", options["SETUP"]]
-        assert array[-7:-4] == [str(benchmark.root / "benchmark.sh"), "--task", str(benchmark.root)]
     assert ["--dependency=afterany:7" in array for array in arrays] == [False, True, True]
-
     jobs = [re.search(r"--job-name=(.*)", "\n".join(array))[1] for array in arrays]
     (tmp_path / "queue").write_text(f"{jobs[0]} 1 7\n{jobs[2]} 0 7\nanother 3 8\n")
     out, err, _ = benchmark(**grid, GPUS="a100:2", RUNS_PER_GPU="2")
@@ -235,65 +203,47 @@ def test_arrays_of_tasks_and_none_submitted_twice(benchmark, tmp_path):
         assert status == 1 and words in err
 
 
-@pytest.mark.parametrize("status, restarts, requeued", [(75, 99, 1), (3, 0, 1), (75, 100, 0), (1, 0, 0), (0, 0, 0)])
-def test_a_task_is_requeued_if_interrupted_and_not_for_ever(status, restarts, requeued, benchmark):
+def test_a_task_is_requeued_if_interrupted_and_not_for_ever(benchmark):
     slurm = dict(SLURM_ARRAY_TASK_ID="4", SLURM_ARRAY_JOB_ID="7", SLURM_CPUS_PER_TASK="1", SLURM_JOB_ID="9")
-    slurm |= dict(SLURM_RESTART_COUNT=str(restarts), programs=dict(srun=f"exit {status}", scontrol='echo "$@"'))
-    out, _, ended = benchmark("--task", *"abc", "0", "", **slurm)
-    assert (out, ended) == (("requeue 7_4\n", 0) if requeued else ("", min(status, 1)))
+    for status, restarts, requeued in [(75, 99, 1), (3, 0, 1), (75, 100, 0), (1, 0, 0), (0, 0, 0)]:
+        programs = dict(srun=f"exit {status}", scontrol='echo "$@"')
+        out, _, ended = benchmark("--task", *"abc0", "", **slurm, SLURM_RESTART_COUNT=str(restarts), programs=programs)
+        assert (out, ended) == (("requeue 7_4\n", 0) if requeued else ("", min(status, 1)))
 
 
 CONFIGURATION = """ClusterName=offdae SlurmUser=root SlurmctldHost={host}(127.0.0.1) SlurmctldPort={0} SlurmdPort={1}
-AuthType=auth/munge CredType=cred/munge AuthInfo=socket={tmp}/munge/socket,cred_expire=5 StateSaveLocation={tmp}/state
-SlurmdSpoolDir={tmp}/spool SlurmctldPidFile={tmp}/slurmctld.pid SlurmdPidFile={tmp}/slurmd.pid MpiDefault=none
-SlurmdParameters=config_overrides ProctrackType=proctrack/linuxproc TaskPlugin=task/none KillWait=30 MaxArraySize=2
-SelectType=select/cons_tres SelectTypeParameters=CR_CPU JobAcctGatherType=jobacct_gather/none GresTypes=gpu"""
-NODE = """
-NodeName={host} NodeAddr=127.0.0.1 CPUs=3 RealMemory=64000 Gres=gpu:1
-PartitionName=main Nodes={host} Default=YES State=UP
-"""
+AuthType=auth/none CredType=cred/none AuthInfo=cred_expire=5 StateSaveLocation={tmp} SlurmdSpoolDir={tmp}
+SlurmctldPidFile={tmp}/slurmctld.pid SlurmdPidFile={tmp}/slurmd.pid SlurmdParameters=config_overrides MaxArraySize=2
+ProctrackType=proctrack/linuxproc TaskPlugin=task/none SelectType=select/cons_tres SelectTypeParameters=CR_CPU
+JobAcctGatherType=jobacct_gather/none MpiDefault=none KillWait=30 GresTypes=gpu"""
+NODE = """\nNodeName={host} NodeAddr=127.0.0.1 CPUs=3 RealMemory=64000 Gres=gpu:1
+PartitionName=main Nodes={host} Default=YES State=UP\n"""
 
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     """A cluster of one node, this machine, with a GPU that is none."""
-    missing = [name for name in ("munged", "slurmctld", "slurmd", "sbatch", "srun") if not shutil.which(name)]
-    if missing or os.geteuid():
-        pytest.skip(f"needs root, and slurm-wlm and munge installed; missing: {missing}")
-    for name in ("state", "spool", "munge"):
-        (tmp_path / name).mkdir()
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
+    if os.geteuid() or not all(map(shutil.which, ("slurmctld", "slurmd", "sbatch", "srun"))):
+        pytest.skip("needs root, and slurm-wlm installed")
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
         ports = one.getsockname()[1], other.getsockname()[1]
     host = socket.gethostname().split(".")[0]
-    configuration = CONFIGURATION.replace(" ", "\n") + NODE
-    (tmp_path / "slurm.conf").write_text(configuration.format(*ports, host=host, tmp=tmp_path))
+    text = CONFIGURATION.replace(" ", "\n") + NODE
+    (tmp_path / "slurm.conf").write_text(text.format(*ports, host=host, tmp=tmp_path))
     (tmp_path / "gres.conf").write_text(f"NodeName={host} Name=gpu File=/dev/null\n")
-    (tmp_path / "munge" / "key").write_bytes(os.urandom(128))
-    (tmp_path / "munge" / "key").chmod(0o600)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
-    daemons = []
-
-    def start(*command):
-        log = open(tmp_path / f"{command[0]}.out", "w")
-        daemons.append(subprocess.Popen(command, stdout=log, stderr=log))
 
     def ask(*command):
         return subprocess.run(command, capture_output=True, text=True).stdout.split()
 
+    log = open(tmp_path / "daemons.log", "w")
+    daemons = [subprocess.Popen(x, stdout=log, stderr=log) for x in (["slurmctld", "-D"], ["slurmd", "-D", "-N", host])]
     try:
-        files = [f"--{name}-file={tmp_path}/munge/{name}" for name in ("key", "pid", "log", "seed")]
-        start("munged", "--foreground", "--force", f"--socket={tmp_path}/munge/socket", *files)
-        wait_until((tmp_path / "munge" / "socket").exists, 20, "munged listens")
-        start("slurmctld", "-D")
-        start("slurmd", "-D", "-N", host)
         wait_until(lambda: ask("sinfo", "-h", "-o", "%T") == ["idle"], 60, "the node is idle")
         yield ask
     finally:
         ask("scancel", "--partition=main")
-        with contextlib.suppress(AssertionError):
-            wait_until(lambda: not ask("squeue", "-h"), 60, "no job is left")
+        wait_until(lambda: not ask("squeue", "-h"), 60, "no job is left")
         for daemon in reversed(daemons):
             daemon.terminate()
             daemon.wait(30)
@@ -301,51 +251,49 @@ def slurm(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_slurm_runs_requeued_killed_or_out_of_time_end_as_uninterrupted_ones(slurm, benchmark, tmp_path):
-    runs, grid = benchmark.runs, ONE | dict(ARGS=TINY + "12000", GPUS="0", RUNS_PER_GPU="2")
-    all_seeds = grid | dict(SEEDS="1 2 3 4 5 6")
+    runs, grid = benchmark.runs, ONE | dict(ARGS=TINY + "12000", GPUS="0", RUNS_PER_GPU="2", SEEDS="1 2 3 4 5")
 
     def catch(seed):
-        """Stop a run in its middle."""
         wait_until((runs / f"{DAE}{seed}" / "checkpoint.pt").exists, 180, f"run {seed} has a checkpoint")
-        pid = int(re.search(r"pid (\d+)", (runs / f"{DAE}{seed}" / "lock").read_text())[1])
+        pid = int((runs / f"{DAE}{seed}" / "lock").read_text().split()[1])
         os.kill(pid, signal.SIGSTOP)
         assert not (runs / f"{DAE}{seed}" / "eval.json").exists()
-        return pid
+        return pid  # of a run that stands still in its middle
+
+    def result_of(run):
+        model = torch.load(run / "model.pt", weights_only=True)
+        weights = [x.numpy().tobytes() for name in ("network", "target_network") for x in model[name].values()]
+        return json.loads((run / "eval.json").read_text()) | dict(seconds=0), weights
 
     def submit(variables):
-        out, err, status = benchmark(**variables)
-        assert status == 0, out + err
-        return out + err
+        *printed, status = benchmark(**variables)
+        assert status == 0, printed
+        return "".join(printed)
 
-    def told_to_stop():
-        pending = re.findall(r"^S..Pnd:\s*(\w+)", open(f"/proc/{slow}/status").read(), re.MULTILINE)
-        return any(int(mask, 16) >> (signal.SIGUSR1 - 1) & 1 for mask in pending)
-
-    submit(grid | dict(SEEDS="6", TIME="2", SIGNAL_SECONDS="70", RUNS_PER_GPU="1"))
-    slow = catch(6)  # longer than its time limit: it stands still until it is told to stop
-    wait_until(told_to_stop, 120, "the run is told of its time limit")
-    arrays = re.findall(r"^array (\d+): (\d) runs", submit(grid | dict(SEEDS="1 2 3 4 5")), re.MULTILINE)
-    assert [count for _, count in arrays] == ["4", "1"], "two runs in each of at most two tasks"
-    assert "6 runs: 0 finished, 6 queued, 0 to do" in submit(all_seeds)
-    os.kill(slow, signal.SIGCONT)
+    start = time.time()
+    submit(grid | dict(SEEDS="5", TIME="60", SIGNAL_SECONDS="100", RUNS_PER_GPU="1"))
+    catch(5)  # it stands still until Slurm lets it continue to tell it of its time limit
+    slurm("scontrol", "update", "JobId=1_0", f"TimeLimit={int(time.time() - start) // 60 + 2}")
+    wait_until(lambda: "== interrupted (status 75" in benchmark.log(5), 90, "run 5 is told of it and stops")
+    slurm("scontrol", "update", "JobId=1_0", "TimeLimit=60")
+    array = re.search(r"^array (\d+): 4 runs", submit(grid | dict(SEEDS="1 2 3 4")), re.MULTILINE)[1]
+    assert "5 runs: 0 finished, 5 queued, 0 to do" in submit(grid)
     catch(1)
     os.kill(catch(2), signal.SIGKILL)
     wait_until(lambda: "== failed (status 137" in benchmark.log(2), 30, "the kill is noted")
-    slurm("scontrol", "requeue", f"{arrays[0][0]}_0")  # Slurm lets the stopped run continue, and the killed one start
+    slurm("scontrol", "requeue", f"{array}_0")
     os.kill(catch(3), signal.SIGKILL)
     wait_until(lambda: not slurm("squeue", "-h"), 300, "the queue is empty")
-    for seed in (1, 2, 6):
-        assert benchmark.log(seed).count("continuing from frame") == 1 and "== finished" in benchmark.log(seed)
+    for seed in (1, 2, 5):
+        assert "continuing from frame" in benchmark.log(seed) and "== finished" in benchmark.log(seed)
         assert ("== interrupted (status 75" in benchmark.log(seed)) == (seed != 2)
-
-    submit(grid | dict(SEEDS="7", GPUS="1"))
-    out = submit(all_seeds)
-    assert "6 runs: 5 finished, 0 queued, 1 to do" in out and "== failed (status 137" in out, out
-    alone = benchmark.start(**all_seeds, RUNS="uninterrupted", WORKERS="1")
+    submit(grid | dict(SEEDS="6", GPUS="1"))
+    assert "4 finished, 0 queued, 1 to do" in (out := submit(grid)) and "== failed (status 137" in out, out
+    alone = benchmark.start(**grid | dict(SEEDS="1 2 3 5", RUNS="uninterrupted", WORKERS="2"))
     wait_until(lambda: not slurm("squeue", "-h"), 180, "the queue is empty")
-    assert "6 finished, 0 queued, 0 to do" in submit(all_seeds)
-    assert "torch sees no GPU here: not run on the CPU" in benchmark.log(7) and not (runs / f"{DAE}7").exists()
+    assert "5 finished, 0 queued, 0 to do" in submit(grid)
+    assert "torch sees no GPU here: not run on the CPU" in benchmark.log(6) and not (runs / f"{DAE}6").exists()
     out, err = alone.communicate(timeout=300)
     assert alone.returncode == 0, out + err
-    for seed in range(1, 7):
+    for seed in (1, 2, 3, 5):
         assert result_of(runs / f"{DAE}{seed}") == result_of(tmp_path / "uninterrupted" / f"{DAE}{seed}"), seed
