@@ -425,9 +425,9 @@ def write_gif(path, args, about, episode, judged, parts, measured):
     first = max(0, min(about["moments"][2][1][0] - GIF_STEPS * 2 // 5, len(episode.actions) - GIF_STEPS))
     rows = slice(first, first + GIF_STEPS)
     values = judged.values[first : first + GIF_STEPS + 1]
-    start, sums = values[0], split(episode.rewards[rows], values, *parts.terms[:2, rows], args.gamma).cumulative
-    count, low, high = sums.shape[1], sums.min(), sums.max() + 1e-6
-    x, y = np.linspace(752, 1400, count), 648 - (sums - low) / (high - low) * 332
+    sums = split(episode.rewards[rows], values, *parts.terms[:2, rows], args.gamma).cumulative
+    expected, count, height = values[0] + sums.sum(0), sums.shape[1], np.ptp(sums) + 1e-6
+    x, y = np.linspace(752, 1400, count), 648 - (sums - sums.min()) / height * 332
     file = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
     fonts = {size: ImageFont.truetype(file, size) for size in (26, 28, 48, 108)}
     card, *inks = map(ImageColor.getrgb, (CARD, INK, LINE, *PART_INK.values(), BOARD, *COLOURS))
@@ -463,8 +463,8 @@ def write_gif(path, args, about, episode, judged, parts, measured):
             write(752 + 224 * j, 124, f"{sums[j, k]:+.2f}", 48, ink)
             draw.line(list(zip(x[: k + 1], y[j, : k + 1], strict=True)), ink, 4, "curve")
             draw.circle((x[k], y[j, k]), 8, ink)
-        write(752, 716, f"Expected at step {first}: {start:.2f}. Now: {start + sums[:, k].sum():.2f}.", 28, INK)
-        write(752, 748, f"The difference is skill + luck + unexplained (γ = {args.gamma:g}).", 26, SOFT)
+        write(752, 716, f"Expected at step {first}: {expected[0]:.2f}. Now: {expected[k]:.2f}.", 28, INK)
+        write(752, 748, "The difference is skill + luck + unexplained.", 26, SOFT)
         return image.reduce(2).quantize(palette=palette, dither=Image.Dither.NONE)
 
     frames = [frame(k) for k in range(count)]
@@ -507,13 +507,13 @@ def describe(options, args, directory, evaluated, episode, parts, checked):
     about["checked"] = f"Whether this luck is real has not been measured: python skill_or_luck.py {options.run} --check"
     if checked:
         row = checked["comparisons"].get("luck_drew", checked["comparisons"]["luck_all"])
-        text = "Is it real? Copies of the game measured luck at {moments} moments: "
+        text = "Is the luck real? Measured with copies of the game at {moments} moments: "
         text += "std {std_true:.2f} measured, {std_learned:.2f} learned"
         if "slope" in row:
             text += (
                 ", correlation {correlation:.2f} [{correlation_low:.2f}, {correlation_high:.2f}] (1: all real, 0: none)"
             )
-        about["checked"] = text.format(**row) + "."
+        about["checked"] = text.format(**row).replace("-", "−") + "."
     return about
 
 
