@@ -35,7 +35,7 @@ import offdae_offpolicy
 import tabular_examples as tabular
 
 S, A, GAMMA, N, CHANNELS = 4, 3, 0.9, 2, 4  # states, actions, discount, backup length, channels of a board
-CPU = torch.device("cpu")
+CPU, METHODS = torch.device("cpu"), ["dae", "told", "cvae"]
 SIZES = dict(n=N, gamma=GAMMA, num_envs=128, buffer_size=200_000, channels=16, hidden=128)
 SIZES |= dict(batch_size=128, learning_rate=2e-3, tau=0.95)  # quicker than --small, for simple worlds
 CVAE = {name: value for name, value in offdae_offpolicy.SMALL.items() if name not in offdae_dae.SMALL}
@@ -259,7 +259,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in dict(worlds=10, seeds=3, updates=1000).items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--methods", nargs="+", default=["dae", "told", "cvae"], choices=["dae", "told", "cvae"])
+    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--behaviour", default="mu", choices=["mu", "actor"])
     parser.add_argument("--out", type=Path, default=Path("results/known_world"))

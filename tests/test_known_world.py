@@ -20,10 +20,14 @@ def test_correlation_and_slope():
 
 
 @pytest.mark.slow
-def test_told_what_chance_did_the_agent_is_right_where_dae_is_not():
-    """Critic, actor and replay of the scripts; only chance is told, which the CVAE has to learn."""
+def test_with_luck_the_agent_is_right_where_dae_is_not():
+    """Critic, actor and replay of the scripts, with chance told and with chance as the CVAE learns it."""
     world = known_world.make_world(12, deterministic=False)
-    dae, told = (known_world.train(world, method, seed=1, updates=750, behaviour="mu") for method in ("dae", "told"))
-    assert told["A_correlation"] > 0.95 > 0.6 > dae["A_correlation"]
-    assert told["B_correlation"] > 0.97 and 0.8 < told["B_slope"] < 1.2
-    assert told["share"] > dae["share"] + 0.15
+    runs = {
+        method: known_world.train(world, method, seed=1, updates=300, behaviour="mu") for method in known_world.METHODS
+    }
+    dae = runs.pop("dae")
+    for run in runs.values():
+        assert run["A_correlation"] > 0.95 > 0.6 > dae["A_correlation"]
+        assert run["B_correlation"] > 0.95 and 0.8 < run["B_slope"] < 1.2
+        assert run["nats"] > 0.95 * run["nats_of"] and run["share"] > dae["share"] + 0.1
