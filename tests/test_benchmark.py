@@ -126,7 +126,7 @@ def test_the_papers_grid_and_the_small_one(benchmark):
 RUN = """[ "$1" = -c ] && exit
 while [ "$1" != --run-name ]; do shift; done
 mkdir -p "runs/$2" && echo "$CUDA_VISIBLE_DEVICES $OMP_NUM_THREADS" >>"runs/$2/seen"
-trap 'echo told >>"runs/$2/seen"; exit 75' INT TERM
+trap 'echo told >>"runs/$2/seen"; exit 75' TERM
 for tenth in $(seq "$TENTHS"); do sleep 0.1; done
 echo '"small": false, "total_timesteps": 10000000,' | tee "runs/$2/args.json" >"runs/$2/eval.json"
 """
