@@ -8,8 +8,6 @@ from conftest import CPU, made
 
 import offdae_offpolicy as script
 
-SIZES = dict(num_envs=32, n=4, batch_size=128, channels=4, hidden=8)
-
 
 def drawn(before, after):
     """z from the game's own list of entities, [x, y, from the left, treasure] or None for each row."""
@@ -38,7 +36,7 @@ def test_outcomes_are_what_the_game_drew():
 
 def test_what_is_held_out_is_not_replayed():
     """Every frame goes to one of the two."""
-    args, games, _, whole = made(script, latent_size=2, steps=0, **SIZES)
+    args, games, _, whole = made(script, steps=0, num_envs=32, n=4, batch_size=128, channels=4, hidden=8)
     partial, rng = held_out.PartialReplay(args, games.channels, CPU), np.random.default_rng(0)
     for step in range(50):
         marked = games.step(rng.integers(0, 5, 32))._replace(rewards=np.arange(32) + 32 * step)

@@ -22,9 +22,8 @@ import offdae_dae
 import offdae_offpolicy
 
 TINY = "--small --total-timesteps 2400 --num-envs 16 --learning-starts 1000 --batch-size 64 --buffer-size 6000 "
-TINY += "--learning-rate 1e-3 --tau 0.99 --channels 16 --hidden 128 "
-TINY += "--steps-per-update 64 --eval-episodes 5 --max-episode-frames 300 --run-name tiny"
-TINY = TINY.split()
+TINY += "--learning-rate 1e-3 --tau 0.99 --channels 16 --hidden 128 --steps-per-update 64 --eval-episodes 5 "
+TINY = [*TINY.split(), "--max-episode-frames", "300", "--run-name", "tiny"]
 
 
 def read_curve(directory):
@@ -222,11 +221,11 @@ def test_defaults_are_the_papers(script, monkeypatch):
     settings = [(group["lr"], group["betas"], group["eps"], group["weight_decay"]) for group in groups]
     expected = [(0.00025, (0.9, 0.999), 1e-4, 0), (0.00025, (0.5, 0.9), 1e-8, 0)]
     assert settings == expected[: 2 if script is offdae_offpolicy else 1]
-    game = games.games[0]
-    assert (game.sticky_action_prob, game.env.ramping) == (0.0, False) and isinstance(game, minatar.Environment)
-    args = script.Args(sticky_action_prob=0.1, difficulty_ramping=True, num_envs=1)
-    game = script.Games(args, script.spawn_seeds(args)[2]).games[0]
-    assert (game.sticky_action_prob, game.env.ramping) == (0.1, True)
+    harder = script.Games(
+        script.Args(sticky_action_prob=0.1, difficulty_ramping=True), np.random.SeedSequence(0).spawn(1)
+    )
+    for game, expected in ((games.games[0], (0.0, False)), (harder.games[0], (0.1, True))):
+        assert (game.sticky_action_prob, game.env.ramping) == expected and isinstance(game, minatar.Environment)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
