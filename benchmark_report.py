@@ -210,7 +210,7 @@ def iqm_with_interval(strata):
     order = values.argsort(axis=1)
     inside = np.diff(np.clip(weights[order].cumsum(axis=1), 0.25, 0.75), prepend=0.25, axis=1)
     iqm, *resampled = 2 * (np.take_along_axis(values, order, axis=1) * inside).sum(axis=1)
-    return iqm, *(np.percentile(resampled, [5, 95]) if min(sizes) > 1 else (np.nan, np.nan))
+    return iqm, *(np.percentile(resampled, [2.5, 97.5]) if min(sizes) > 1 else (np.nan, np.nan))
 
 
 def mean_curve(runs, tag):
