@@ -534,6 +534,8 @@ def open_run(args, device, identity, new):
     directory = Path(args.runs_dir, args.run_name)
     if directory.exists() and not args.resume:
         stop(f"{directory} exists: choose another --run-name, or continue it with --resume")
+    if (directory / "eval.json").exists():
+        stop(f"{directory} is finished: return {json.loads((directory / 'eval.json').read_text())['mean']:.2f}", 0)
     directory.mkdir(parents=True, exist_ok=True)
     lock = open(directory / "lock", "a")
     try:
@@ -607,12 +609,10 @@ def main():
         agent.network.load_state_dict(saved["network"])
         return evaluate(args, agent.network, device)
     wandb = importlib.import_module("wandb") if args.track else None
+    for number in (signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGUSR1", signal.SIGINT)):  # not on Windows
+        signal.signal(number, catch_signal)
     identity = dict(script=SCRIPT, args=asdict(args))
     directory, lock = open_run(args, device, identity, new=not saved)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, catch_signal)
-    if (directory / "eval.json").exists():
-        stop(f"{directory} is finished: return {json.loads((directory / 'eval.json').read_text())['mean']:.2f}", 0)
     log = SimpleNamespace(frames=0, updates=0, rewards=0.0, totals=(0, 0, 0, 0), actions=None, curve=[])
     log.sums = torch.zeros(len(LOGGED), device=device)
     parts = vars(agent) | dict(replay=replay, games=games, log=log)

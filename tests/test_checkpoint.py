@@ -34,8 +34,8 @@ def start(script, directory, *arguments, tiny=(*TINY, "--checkpoint-interval", "
 
 
 def wait_for(condition, process):
-    """Look often, for two minutes at most, until the condition holds or the process has ended."""
-    for _ in range(12000):
+    """Look often, for ten minutes at most, until the condition holds or the process has ended."""
+    for _ in range(60_000):
         if condition() or process.poll() is not None:
             return
         time.sleep(0.01)
@@ -43,7 +43,7 @@ def wait_for(condition, process):
 
 
 def finish(process, status=0):
-    printed = process.communicate(timeout=300)[0]
+    printed = process.communicate(timeout=600)[0]
     assert process.returncode == status, printed
     return printed
 
@@ -243,7 +243,7 @@ def test_on_a_terminal_ctrl_c_says_what_happens_and_quits_the_second_time(tmp_pa
         shown += os.read(terminal, 100_000).decode()
     assert "Finishing this step, then a checkpoint." in shown
     process.send_signal(signal.SIGINT)
-    assert process.wait(60) in (-signal.SIGINT, 75) and "Traceback" not in shown
+    assert process.wait(600) in (-signal.SIGINT, 75) and "Traceback" not in shown
 
 
 @pytest.mark.slow

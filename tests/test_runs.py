@@ -44,7 +44,7 @@ def alone(request, tmp_path_factory):
     shutil.copy(ROOT / f"{request.param}.py", directory)
     command = [sys.executable, f"{request.param}.py", *TINY]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     return request.param, directory / "runs" / "tiny", result.stdout + result.stderr
 

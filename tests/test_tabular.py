@@ -382,7 +382,7 @@ def test_interrupt_ends_with_one_line_and_status_130(tmp_path):
     while "theorem ..." not in script.stdout.readline():
         pass
     script.send_signal(signal.SIGINT)
-    _, err = script.communicate(timeout=60)
+    _, err = script.communicate(timeout=600)
     assert (script.returncode, err) == (130, "\ninterrupted\n")
 
 
