@@ -309,7 +309,7 @@ def test_1500_runs_in_under_a_minute(tmp_path):
 
 
 def test_the_committed_study_is_what_its_runs_say(tmp_path):
-    """results/small: the small files of each run and nothing else, and a report of these by the command in results/README.md."""
+    """results/small: the small files of each run and nothing else, and the report that they make."""
     study, readme = ROOT / "results" / "small", (ROOT / "results" / "README.md").read_text()
     runs = [path for path in study.iterdir() if path.is_dir() and path.name != "report"]
     assert runs and all({x.name for x in path.iterdir()} == {"args.json", "eval.json", "curve.csv"} for path in runs)
