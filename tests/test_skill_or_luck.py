@@ -99,7 +99,8 @@ def test_the_networks_are_asked_one_by_one_for_the_same(tmp_path, game, max_step
             output = network(boards[t : t + 1])
             _, log_p, log_q = cvae(boards[t : t + 1], torch.tensor([a]), boards[t + 1 : t + 2])
         mean = sum(float(output.log_policy[0, b].exp() * output.advantage[0, b]) for b in range(A))
-        luck = sum(float((log_q[0, z].exp() - log_p[0, z].exp()) * output.luck[0, a, z]) for z in range(3))
+        q, p, head = log_q[0].exp(), log_p[0].exp(), output.luck[0, a]
+        luck = sum(float((q[z] - p[z]) * p[z] ** 0.5 * head[z]) for z in range(3))
         assert judged.values[t] == pytest.approx(output.value.item(), abs=1e-5)
         assert parts.terms[0, t] == pytest.approx(float(output.advantage[0, a]) - mean, abs=1e-5)
         assert parts.terms[1, t] == pytest.approx(0.9 * luck, abs=1e-5) and abs(luck) > 1e-6
