@@ -40,7 +40,7 @@ SCRIPT, SHA256 = FILE.stem, hashlib.sha256(FILE.read_bytes()).hexdigest()
 GAMES = ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
 LOG_POINTS, INF = 500, float("inf")
 LOGGED = ("critic", "actor", "kl", "entropy", "value", "advantage_std")
-LOGGED += ("cvae_reconstruction", "cvae_kl", "posterior_entropy", "latent_usage", "luck_std", "luck_mean")
+LOGGED += ("cvae_reconstruction", "cvae_kl", "posterior_entropy", "luck_std", "luck_mean")
 CHARTS = ("episodic_return", "episodic_length", "episodes", "reward_per_frame", "SPS", "learning_rate")
 TAGS = [*(f"charts/{name}" for name in CHARTS), *(f"losses/{name}" for name in LOGGED)]
 FAILED, REFUSED, LOCKED, INTERRUPTED = 1, 2, 3, 75  # exit statuses; interrupted: --resume continues
@@ -84,9 +84,9 @@ class Args:
     target_network: bool = True  # bootstrap with the EMA network, or with the trained network and its gradient
     latent_size: int = 16  # latents z, the outcomes that chance can have
     decode_latents: int = 16  # latents to decode each frame with, all or the likeliest and one drawn from the rest
+    cvae_every: int = 1  # train the CVAE on every so many frames of a batch, and just ask it about the others
     cvae_channels: int = 128  # channels of the CVAE, half as many in the first and last block
     ent_coef: float = 1e-4  # weight of the posterior's entropy at the end of the run, 300 times that at the start
-    bf16: bool = False  # run the CVAE in bfloat16
 
     def updates(self, frames):  # due after so many frames, none before the first segments of n transitions are stored
         return max(0, frames - max(self.learning_starts, self.num_envs * self.n)) // self.steps_per_update
@@ -94,7 +94,7 @@ class Args:
 
 SMALL = dict(total_timesteps=2_400_000, batch_size=256, learning_starts=10_000, steps_per_update=256)
 SMALL |= dict(learning_rate=1e-3, tau=0.99, channels=16, hidden=128)
-SMALL |= dict(cvae_channels=16, decode_latents=4)
+SMALL |= dict(cvae_channels=16, cvae_every=4, decode_latents=4)
 BOUNDS = dict(gamma=(0, 1), tau=(0, 1), sticky_action_prob=(0, 1), learning_rate=(1e-9, INF))  # others: (1, INF)
 BOUNDS |= dict.fromkeys(["seed", "learning_starts", "kl_coef", "checkpoint_interval"], (0, INF))
 BOUNDS |= dict(ent_coef=(0, INF), decode_latents=(2, INF))
@@ -413,13 +413,14 @@ def expected_error(log_q, k, errors):
 def cvae_loss(args, cvae, batch):
     """Eq. `loss_cvae`: KL(q || p), for the prior only, + E_q[-log p(s'|s,a,z)] - ent_coef H(q); q, p and what to log.
     The best q is softmax(-errors / ent_coef): cooled slowly, each outcome gets its own z; cold at once, some share."""
-    h, log_p, log_q = cvae(batch.states, batch.actions, batch.next_states)
-    q, p = log_q.exp(), log_p.exp()
-    kl = (q.detach() * (log_q.detach() - log_p)).sum(1).mean()
-    entropy = -(q * log_q).sum(1).mean()
-    reconstruction = expected_error(log_q, args.decode_latents, lambda z: cvae.errors(h, z, batch.next_states)).mean()
-    usage = -(q.mean(0) * q.mean(0).clamp(min=1e-10).log()).sum()
-    return kl + reconstruction - cvae.ent_coef * entropy, q.detach(), p.detach(), (reconstruction, kl, entropy, usage)
+    frames, every = (batch.states, batch.actions, batch.next_states), args.cvae_every
+    h, log_p, log_q = cvae(*(x[::every] for x in frames))
+    kl = (log_q.detach().exp() * (log_q.detach() - log_p)).sum(1).mean()
+    entropy = -(log_q.exp() * log_q).sum(1).mean()
+    error = expected_error(log_q, args.decode_latents, lambda z: cvae.errors(h, z, frames[2][::every])).mean()
+    with torch.no_grad():
+        _, log_p, log_q = cvae(*frames) if every > 1 else (h, log_p, log_q)
+    return kl + error - cvae.ent_coef * entropy, log_q.detach().exp(), log_p.detach().exp(), (error, kl, entropy)
 
 
 def actor_loss(args, online, target):
@@ -436,8 +437,7 @@ def compute_losses(args, agent, batch):
     online, target = agent.network(batch.states), agent.target_network(batch.states)
     online = online._replace(advantage=centred(online.advantage, target.log_policy.exp()))
     target = target._replace(advantage=centred(target.advantage, target.log_policy.exp()))
-    with torch.autocast("cuda" if batch.states.is_cuda else "cpu", torch.bfloat16, enabled=args.bf16):
-        cvae, q, p, cvae_logged = cvae_loss(args, agent.cvae, batch)
+    cvae, q, p, cvae_logged = cvae_loss(args, agent.cvae, batch)
     luck = centred_luck(online.luck, batch.actions, q, p)
     critic = critic_loss(args, agent, batch, online, target, luck)
     actor, kl, advantage_std = actor_loss(args, online, target)
@@ -687,4 +687,4 @@ if __name__ == "__main__":
     except (OSError, ImportError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "allocate" not in str(error):
             raise
-        stop(f"{error}; try --decode-latents 4, --bf16, smaller --batch-size" if "allocate" in str(error) else error)
+        stop(f"{error}; try --decode-latents 4, --cvae-every 4, a smaller batch" if "allocate" in str(error) else error)

@@ -78,8 +78,7 @@ def known_chance_loss(args, cvae, batch):
     elif args.exp_name != "known_chance":
         q, p = (torch.stack([x[:, 0], 1 - x[:, 0]], dim=1) for x in (q, p))
     kl = -(q * p.clamp(min=1e-10).log()).sum(1).mean()
-    usage = -(q.mean(0) * q.mean(0).clamp(min=1e-10).log()).sum()
-    return loss, q, p, (torch.zeros(()), kl, torch.zeros(()), usage)
+    return loss, q, p, (torch.zeros(()), kl, torch.zeros(()))
 
 
 class DetachedLuck(script.Network):

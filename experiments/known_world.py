@@ -39,6 +39,7 @@ CPU, METHODS = torch.device("cpu"), ["dae", "told", "cvae"]
 SIZES = dict(n=N, gamma=GAMMA, num_envs=128, buffer_size=200_000, channels=16, hidden=128)
 SIZES |= dict(batch_size=128, learning_rate=2e-3, tau=0.95)  # quicker than --small, for simple worlds
 CVAE = {name: value for name, value in offdae_offpolicy.SMALL.items() if name not in offdae_dae.SMALL}
+CVAE |= dict(cvae_every=1)  # of a batch that is half as large and a run of fewer updates
 CVAE_LOSS = offdae_offpolicy.cvae_loss, offdae_offpolicy.CVAE
 
 
@@ -139,7 +140,7 @@ def told(world):
 
     def loss(args, cvae, batch):
         _, log_p, log_q = cvae(batch.states, batch.actions, batch.next_states)
-        return 0.0 * cvae.weight.sum(), log_q.exp(), log_p.exp(), [torch.zeros(())] * 4
+        return 0.0 * cvae.weight.sum(), log_q.exp(), log_p.exp(), [torch.zeros(())] * 3
 
     return loss, Told
 

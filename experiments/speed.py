@@ -15,10 +15,11 @@ from pathlib import Path
 import minatar
 import numpy as np
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / part) for part in ("", "tests")]
 from conftest import SCRIPTS  # noqa: E402
-from test_speed import counted_flops, needed_cvae_flops, needed_flops  # noqa: E402
+from test_speed import needed_cvae_flops, needed_flops  # noqa: E402
 
 import offdae_dae  # noqa: E402
 import offdae_offpolicy  # noqa: E402
@@ -32,6 +33,12 @@ def timed(function, *arguments):
     start = time.perf_counter()
     function(*arguments)
     return time.perf_counter() - start
+
+
+def counted_flops(function):
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
 
 
 def progress(what):
@@ -69,7 +76,7 @@ def filled(script, args, frames):
 def without_cvae(args, cvae, batch):
     """In place of `cvae_loss`, to time the actor-critic update of Off-policy DAE alone."""
     q = torch.full((len(batch.actions), args.latent_size), 1 / args.latent_size)
-    return torch.zeros(()), q, q, [torch.zeros(())] * 4
+    return torch.zeros(()), q, q, [torch.zeros(())] * 3
 
 
 def cvae_update(args, agent, batch):
@@ -105,7 +112,7 @@ def utilisation():
     games, agent, replay = filled(offdae_offpolicy, args, 20_000)
     batch = replay.sample()
     counted = counted_flops(lambda: cvae_update(args, agent, batch))
-    needed = needed_cvae_flops(args, games.channels, len(games.action_set), args.batch_size)
+    needed = needed_cvae_flops(args, agent.cvae, games.channels, len(games.action_set), args.batch_size)
     shares = []
     for _ in range(REPEATS):
         best = peak()
