@@ -10,7 +10,7 @@ from conftest import CPU, made
 import offdae_dae
 
 BREAKOUT = "--env-id breakout --small --batch-size 256 --steps-per-update 64 --learning-rate 1e-3 --tau 0.99 "
-BREAKOUT += "--channels 16 --hidden 128 --run-name learning"
+BREAKOUT += "--kl-coef 3 --channels 16 --hidden 128 --run-name learning"
 LONG, SHORT = "--total-timesteps 120000 --learning-starts 10000", "--total-timesteps 60000 --learning-starts 5000"
 
 
