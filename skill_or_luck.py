@@ -36,7 +36,8 @@ from matplotlib.figure import Figure
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 from tqdm import tqdm
 
-from offdae_offpolicy import BAR, GAMES, Agent, Args, Games, centred, centred_luck, pack, unpack, write_atomically
+import offdae_offpolicy as script
+from offdae_offpolicy import BAR, GAMES, Args, Games, centred, centred_luck, pack, unpack, write_atomically
 
 METHOD = "offdae_offpolicy"
 HERE = Path(__file__).resolve().parent
@@ -96,13 +97,13 @@ def load_run(directory, device):
         if model["script"] != METHOD:
             refuse(f"{directory} was saved by {model['script']}.py, which learns no luck: name a run of {METHOD}.py")
         args = Args(**model["args"])
-        agent = Agent(args, Games(args, np.random.SeedSequence(0).spawn(1)), device)
+        games = Games(args, np.random.SeedSequence(0).spawn(1))
+        made = [kind(args, games.channels, len(games.action_set)).to(device) for kind in (script.Network, script.CVAE)]
+        agent = namedtuple("Agent", "target_network cvae")(*made)  # without optimisers, which take seconds to import
         agent.target_network.load_state_dict(model["target_network"])
         agent.cvae.load_state_dict(model["cvae"])
     except Exception as error:  # whatever a damaged file makes torch raise
-        refuse(
-            f"{directory}: model.pt or eval.json cannot be read ({type(error).__name__}), copy it again or train again"
-        )
+        refuse(f"{directory}: model.pt or eval.json cannot be read ({type(error).__name__}), copy it or train again")
     if not all(x.isfinite().all() for part in ("target_network", "cvae") for x in model[part].values()):
         refuse(f"{directory}: its weights are not finite, name a run that did not diverge")
     agent.cvae.eval()  # BatchNorm with its running statistics
@@ -141,10 +142,9 @@ def episode_seeds(seed, episodes):
 def step(game, action):
     """Reward, whether it ended, and whether the game drew a random number besides the one of MinAtar's wrapper, which
     draws once a call even without sticky actions."""
-    expected = copy.deepcopy(game.random)
-    expected.rand()
+    before = game.random.get_state()[2]
     reward, terminal = game.act(action)
-    return float(reward), bool(terminal), game.random.get_state()[2] != expected.get_state()[2]
+    return float(reward), bool(terminal), (game.random.get_state()[2] - before) % 624 != 2  # words of the generator
 
 
 def play(args, policy, seeds, max_steps, copy_before=()):

@@ -302,6 +302,7 @@ def test_what_cannot_be_judged_is_refused_in_one_line(tmp_path, call, capsys, wo
     assert error.startswith("skill_or_luck.py: ") and sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.slow  # the first line of progress comes after ten seconds
 def test_ctrl_c_ends_it_without_a_traceback(tmp_path):
     command = [sys.executable, sol.__file__, str(make_run(tmp_path / "run")), "--check", "--moments", "9999"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
