@@ -29,7 +29,7 @@ def learned(run, script, *arguments):
 
 
 def test_dae_learns_breakout(run, random_return):
-    assert learned(run, offdae_dae, SHORT) >= 4 * random_return > 0
+    assert learned(run, offdae_dae, SHORT) >= 3 * random_return > 0  # a broken actor stays below twice that
 
 
 @pytest.mark.slow
