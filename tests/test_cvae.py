@@ -223,7 +223,7 @@ def test_without_chance_there_is_no_luck():
 @pytest.mark.slow
 def test_the_cvae_of_asterix_is_alive(run):
     """No posterior collapse in a real game, and luck that the critic uses."""
-    sizes = "--small --batch-size 256 --learning-starts 5000 --steps-per-update 64 --latent-size 8 --cvae-channels 8"
+    sizes = "--small --cvae-every 1 --learning-starts 5000 --steps-per-update 64 --latent-size 8 --kl-coef 3"
     directory = run(script, *sizes.split(), "--total-timesteps", 40_000, "--eval-episodes", 1, "--run-name", "alive")
     last = [row for row in read_curve(directory / "runs" / "alive") if row["losses/critic"]][-50:]
     kl, luck, advantage = (
