@@ -241,17 +241,19 @@ def draw(runs, path):
         ),
     }
     names = dict(dae="DAE", cvae="Off-policy DAE, luck learned", told="Off-policy DAE, luck told")
+    panels = {title: panel for title, panel in panels.items() if any(panel[0](run) is not None for run in runs)}
     worlds = sorted({run["world"] for run in runs})
-    figure, axes = plt.subplots(1, 3, figsize=(11, 0.9 + 0.32 * len(worlds)), sharey=True, layout="constrained")
-    for axis, (title, (value, limits, label)) in zip(axes, panels.items(), strict=True):
+    size = (3.7 * len(panels), 0.9 + 0.32 * len(worlds))  # without chance there is only the first panel
+    figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axis, (title, (value, limits, label)) in zip(axes[0], panels.items(), strict=True):
         for shift, (method, name) in zip((0.22, 0, -0.22), names.items(), strict=True):
             dots = [(value(run), worlds.index(run["world"]) + shift) for run in runs if run["method"] == method]
             dots = np.array([dot for dot in dots if dot[0] is not None]).reshape(-1, 2)
             axis.plot(*dots.T, "o", markersize=5, label=name)
         axis.axvline(1, color="gray", linewidth=0.8, zorder=0)
         axis.set(title=title, xlim=limits, xlabel=label)
-    axes[0].set_yticks(range(len(worlds)), [f"world {world}" for world in worlds])
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    axes[0, 0].set_yticks(range(len(worlds)), [f"world {world}" for world in worlds])
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(panels), frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
