@@ -36,7 +36,8 @@ def test_dae_learns_breakout(run, random_return):
 @pytest.mark.parametrize("name", ["offdae_uncorrected", "offdae_offpolicy", "offdae_tree"])
 def test_the_others_learn_breakout(run, random_return, name):
     """Off-policy DAE with a small CVAE, for there is no chance in Breakout that it could find."""
-    small = "--cvae-channels 2 --latent-size 2 --batch-size 128" if name == "offdae_offpolicy" else ""
+    small = "--cvae-channels 2 --latent-size 2 --batch-size 128 --total-timesteps 90000"
+    small = small if name == "offdae_offpolicy" else ""
     assert learned(run, importlib.import_module(name), LONG, small) >= 4 * random_return > 0
 
 
