@@ -86,7 +86,7 @@ class Args:
     decode_latents: int = 16  # latents to decode each frame with, all or the likeliest and one drawn from the rest
     cvae_every: int = 1  # train the CVAE on every so many frames of a batch, and just ask it about the others
     cvae_channels: int = 128  # channels of the CVAE, half as many in the first and last block
-    ent_coef: float = 1e-4  # weight of the posterior's entropy at the end of the run, 300 times that at the start
+    ent_coef: float = 1e-4  # weight of the posterior's entropy, falls from 300 times that in half of the run
 
     def updates(self, frames):  # due after so many frames, none before the first segments of n transitions are stored
         return max(0, frames - max(self.learning_starts, self.num_envs * self.n)) // self.steps_per_update
@@ -97,7 +97,7 @@ SMALL |= dict(learning_rate=1e-3, tau=0.99, kl_coef=10.0, channels=16, hidden=12
 SMALL |= dict(cvae_channels=16, cvae_every=4, decode_latents=4)
 BOUNDS = dict(gamma=(0, 1), tau=(0, 1), sticky_action_prob=(0, 1), learning_rate=(1e-9, INF))  # others: (1, INF)
 BOUNDS |= dict.fromkeys(["seed", "learning_starts", "kl_coef", "checkpoint_interval"], (0, INF))
-BOUNDS |= dict(ent_coef=(0, INF), decode_latents=(2, INF))
+BOUNDS |= dict(ent_coef=(1e-9, INF), decode_latents=(2, INF))
 RESUME_MAY_DIFFER = {"resume", "runs_dir", "run_name", "checkpoint_interval", "cuda", "track"}
 EVALUATE_MAY_DIFFER = {"evaluate", "seed", "eval_episodes", "max_episode_frames", "cuda"}
 
@@ -338,6 +338,8 @@ class CVAE(nn.Module):
         self.latents = nn.Parameter(torch.randn(args.latent_size, wide))
         self.register_buffer("actions", torch.eye(num_actions), persistent=False)
         self.register_buffer("ent_coef", torch.tensor(args.ent_coef), persistent=False)
+        self.register_buffer("missed", torch.zeros(args.latent_size))  # lately: -log(1 - q), large if only this z fits
+        self.register_buffer("unexplained", torch.zeros(args.latent_size))  # lately: q times the frame's error
 
     def forward(self, states, actions, next_states):
         """h(s,a) [F, channels, 10, 10], log p(z|s,a) and log q(z|s,a,s') [F, |Z|]"""
@@ -398,7 +400,8 @@ def critic_loss(args, agent, batch, online, target, luck):
 
 def expected_error(log_q, k, errors):
     """Sum over z of q(z) e(z) from the k - 1 likeliest z and one drawn from the rest in proportion to q, which gets the
-    weight of all the rest. Value and gradient are right on average over the draw, and exact for k >= |Z|. [F]"""
+    weight of all the rest. Value and gradient are right on average over the draw, and exact for k >= |Z|. [F]
+    Also the errors of the chosen z and log q of these alone. [F, k]"""
     likeliest = log_q.topk(min(k, log_q.shape[1]) - 1).indices
     rest = log_q.detach().scatter(1, likeliest, -torch.inf)
     drawn = (rest - torch.empty_like(rest).exponential_().log()).argmax(1, keepdim=True)
@@ -407,20 +410,41 @@ def expected_error(log_q, k, errors):
     top = log_q.detach()[:, :-1].exp()
     weights = torch.cat([top, 1 - top.sum(1, keepdim=True)], dim=1) * (log_q - log_q.detach()).exp()
     baseline = errors.detach()[:, :1]  # less noise, and no change on average: the gradients of q sum to 0
-    return (weights * (errors - baseline)).sum(1) + baseline[:, 0]
+    return (weights * (errors - baseline)).sum(1) + baseline[:, 0], errors.detach(), log_q.log_softmax(1)
 
 
 def cvae_loss(args, cvae, batch):
     """Eq. `loss_cvae`: KL(q || p), for the prior only, + E_q[-log p(s'|s,a,z)] - ent_coef H(q); q, p and what to log.
-    The best q is softmax(-errors / ent_coef): cooled slowly, each outcome gets its own z; cold at once, some share."""
+    The best q is softmax(-errors / ent_coef): cooled slowly, each outcome gets its own z; cold at once, some share. A
+    cross entropy pulls q there too: when q is sure, its gradients of the other terms are gone."""
     frames, every = (batch.states, batch.actions, batch.next_states), args.cvae_every
-    h, log_p, log_q = cvae(*(x[::every] for x in frames))
+    h, log_p, log_q = cvae(*(trained := [x[::every] for x in frames]))
     kl = (log_q.detach().exp() * (log_q.detach() - log_p)).sum(1).mean()
     entropy = -(log_q.exp() * log_q).sum(1).mean()
-    error = expected_error(log_q, args.decode_latents, lambda z: cvae.errors(h, z, frames[2][::every])).mean()
+    error, errors, log_chosen = expected_error(log_q, args.decode_latents, lambda z: cvae.errors(h, z, trained[2]))
+    cross_entropy = -((-errors / cvae.ent_coef).softmax(1) * log_chosen).sum(1).mean()
+    loss, logged = kl + error.mean() - cvae.ent_coef * entropy + 0.1 * cross_entropy, (error.mean(), kl, entropy)
     with torch.no_grad():
+        cvae.missed.lerp_(-(1 - log_q.exp()).clamp(min=1e-7).log().mean(0), 0.05)
+        cvae.unexplained.lerp_(error @ log_q.exp() / len(error), 0.05)
         _, log_p, log_q = cvae(*frames) if every > 1 else (h, log_p, log_q)
-    return kl + error - cvae.ent_coef * entropy, log_q.detach().exp(), log_p.detach().exp(), (error, kl, entropy)
+    return loss, log_q.detach().exp(), log_p.detach().exp(), logged
+
+
+@torch.no_grad()
+def make_twin(agent):
+    """The z that is missed least becomes, but for a little noise, that with most left to explain, and both share its
+    frames. Entropy alone would let nearly all z say what is frequent, and none would come back for what is rare."""
+    cvae, most = agent.cvae, agent.cvae.unexplained.argmax(0, keepdim=True)
+    least = (cvae.unexplained + cvae.ent_coef * cvae.missed).argmin(0, keepdim=True)
+    cvae.latents[least] = cvae.latents[most] + 0.1 * torch.randn_like(cvae.latents[most])
+    for head in (cvae.to_p, cvae.to_q):
+        head.bias[most] -= np.log(2)
+        head.weight[least], head.bias[least] = head.weight[most], head.bias[most]
+    for parameter in agent.network.luck.parameters():
+        luck = parameter.unflatten(0, (-1, len(cvae.latents)))
+        luck[:, most] *= 2**0.5  # as sqrt(p) has become smaller
+        luck[:, least] = luck[:, most]
 
 
 def actor_loss(args, online, target):
@@ -640,10 +664,12 @@ def main():
         # ALGO LOGIC: the updates due, on data up to the previous step; a GPU runs them while the games are stepped
         for group in agent.optimizer.param_groups:
             group["lr"] = args.learning_rate * (1 - log.frames / args.total_timesteps)
-        agent.cvae.ent_coef.fill_(args.ent_coef * 300 ** (1 - log.frames / args.total_timesteps))
+        agent.cvae.ent_coef.fill_(args.ent_coef * 300 ** max(0, 1 - 2 * log.frames / args.total_timesteps))
         while log.updates < args.updates(log.frames) and not signals:
             log.sums += update(args, agent, replay, losses)
             log.updates += 1
+            if log.updates % 20 == 0 and log.frames < 0.75 * args.total_timesteps:
+                make_twin(agent)
         if log.updates < args.updates(log.frames):
             break  # a signal came: --resume makes the other updates, then this step
 

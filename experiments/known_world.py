@@ -161,8 +161,10 @@ def train(world, method, seed, updates, behaviour):
             for group in agent.optimizer.param_groups:
                 group["lr"] = args.learning_rate * (1 - k / updates)
             if method != "dae":
-                agent.cvae.ent_coef.fill_(args.ent_coef * 300 ** (1 - k / updates))
+                agent.cvae.ent_coef.fill_(args.ent_coef * 300 ** max(0, 1 - 2 * k / updates))
             script.update(args, agent, replay)
+            if method == "cvae" and (k + 1) % 20 == 0 and k < 0.75 * updates:
+                script.make_twin(agent)
         if k >= 0 and ((k + 1) % 250 == 0 or k + 1 == updates):
             found = compare(world, args, agent, replay, method)
             found = {name: None if x is None else round(float(x), 4) for name, x in found.items()}

@@ -33,10 +33,11 @@ def test_loss_and_gradients_match_a_loop_over_z(float64, every):
     cvae.eval()
     cvae.ent_coef.fill_(0.7)
     loss, q, p, logged = script.cvae_loss(args, cvae, batch)
-    reconstruction, kl, entropy, trained = 0.0, 0.0, 0.0, range(0, args.batch_size, every)
+    reconstruction, kl, entropy, away, trained = 0.0, 0.0, 0.0, 0.0, range(0, args.batch_size, every)
     for i in range(args.batch_size):
         states = batch.states[i : i + 1], batch.next_states[i : i + 1]
         h, log_p, log_q = cvae(states[0], batch.actions[i : i + 1], states[1])
+        fits = []
         for z in range(3):
             posterior, prior = log_q[0, z].exp(), log_p[0, z].exp()
             assert q[i, z] == pytest.approx(posterior.item()) and p[i, z] == pytest.approx(prior.item())
@@ -47,7 +48,9 @@ def test_loss_and_gradients_match_a_loop_over_z(float64, every):
             logits = cvae.decoder(h + cvae.latents[z].view(1, -1, 1, 1))
             likelihood = states[1] * logsigmoid(logits) + (1 - states[1]) * logsigmoid(-logits)
             reconstruction = reconstruction - posterior * likelihood.mean() / len(trained)
-    slow = kl + reconstruction - 0.7 * entropy
+            fits.append((likelihood.mean() / 0.7).exp().item())
+        away = away - sum(fit / sum(fits) * log_q[0, z] / len(trained) for z, fit in enumerate(fits))
+    slow = kl + reconstruction - 0.7 * entropy + 0.1 * away
     for fast, expected in zip((loss, *logged), (slow, reconstruction, kl, entropy), strict=True):
         torch.testing.assert_close(fast, expected, rtol=1e-10, atol=1e-10)
     left, right = gradients(loss, cvae), gradients(slow, cvae)
@@ -67,7 +70,8 @@ def test_the_sum_over_few_latents_is_right_on_average(float64, monkeypatch, k):
     for drawn in range(Z):
         noise = torch.ones(F, Z).index_fill(1, torch.tensor(drawn), 1e-300)  # its -log is larger than all others
         monkeypatch.setattr(torch.Tensor, "exponential_", lambda self, noise=noise: noise)
-        estimate = script.expected_error(log_q, k, lambda z: table.gather(1, z))
+        estimate, errors, log_chosen = script.expected_error(log_q, k, lambda z: table.gather(1, z))
+        assert errors.shape == (F, min(k, Z)) and torch.allclose(log_chosen.exp().sum(1), torch.ones(F))
         mean = mean + torch.where(rest[:, drawn] > 0, rest[:, drawn] * estimate, 0.0)
         assert k < Z or torch.allclose(estimate, exact, rtol=1e-12)
     torch.testing.assert_close(mean, exact, rtol=1e-10, atol=1e-10)
@@ -117,6 +121,42 @@ def test_agent_and_cvae_do_not_train_each_other():
     assert all(x is not None for x in gradients(total, agent.network).values())
     # the whole loss trains the CVAE exactly as its own loss does
     torch.testing.assert_close(gradients(total, agent.cvae), gradients(cvae, agent.cvae), rtol=1e-4, atol=1e-6)
+
+
+def test_a_twin_changes_nothing_but_who_tells(float64):
+    """The z missed least takes half the frames of the one with most left to explain: p, q and luck stay, but for it."""
+    args, _, agent, replay = made(script, n=4, num_envs=8, channels=4, hidden=8, batch_size=16, latent_size=4)
+    cvae, batch = agent.cvae.eval(), replay.sample()
+    with torch.no_grad():
+        cvae.to_q.bias[2] = cvae.to_p.bias[2] = -40.0  # nobody's
+        cvae.unexplained.copy_(torch.tensor([0.2, 0.4, 0.0, 0.0]))
+        cvae.missed.copy_(torch.tensor([3.0, 3.0, 0.0, 9.0]))  # the last one explains its frames alone
+        before, luck = cvae(batch.states, batch.actions, batch.next_states)[1:], agent.network(batch.states).luck
+        script.make_twin(agent)
+        after, twins = cvae(batch.states, batch.actions, batch.next_states)[1:], agent.network(batch.states).luck
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(new.exp()[:, [1, 2]], old.exp()[:, [1, 1]] / 2)
+        torch.testing.assert_close(new.exp()[:, [0, 3]], old.exp()[:, [0, 3]])
+    old, new = (
+        script.centred_luck(g, batch.actions, q.exp(), p.exp()) for g, (p, q) in [(luck, before), (twins, after)]
+    )
+    torch.testing.assert_close(new, old)
+    assert 0 < (cvae.latents[2] - cvae.latents[1]).abs().max() < 1
+
+
+def test_statistics_of_the_latents_by_loops(float64):
+    args, cvae, batch = make_cvae(cvae_every=3)
+    cvae.eval()
+    script.cvae_loss(args, cvae, batch)
+    missed, unexplained = torch.zeros(3), torch.zeros(3)
+    for i in range(0, 10, 3):
+        states = batch.states[i : i + 1], batch.next_states[i : i + 1]
+        h, _, log_q = cvae(states[0], batch.actions[i : i + 1], states[1])
+        q, errors = log_q[0].exp(), cvae.errors(h, torch.arange(3)[None], states[1])[0]
+        for z in range(3):
+            missed[z] -= (1 - q[z]).log().item() / 4
+            unexplained[z] += (q[z] * sum(q[other] * errors[other] for other in range(3))).item() / 4
+    torch.testing.assert_close((cvae.missed, cvae.unexplained), (0.05 * missed, 0.05 * unexplained))
 
 
 def test_a_seed_gives_dae_and_off_policy_dae_the_same_start():
@@ -175,8 +215,10 @@ def train(probability, rewards, updates):
     for k in range(updates):
         for group in agent.optimizer.param_groups:
             group["lr"] = 2e-3 * (1 - k / updates)
-        agent.cvae.ent_coef.fill_(args.ent_coef * 300 ** (1 - k / updates))
+        agent.cvae.ent_coef.fill_(args.ent_coef * 300 ** max(0, 1 - 2 * k / updates))
         script.update(args, agent, replay)
+        if (k + 1) % 20 == 0 and k < 0.75 * updates:
+            script.make_twin(agent)
     # luck, prior and posterior as an update sees them, with the statistics of a large batch
     replay.batch_size = 2048
     batch = replay.sample()
