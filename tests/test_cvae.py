@@ -266,7 +266,7 @@ def test_without_chance_there_is_no_luck():
 def test_the_cvae_of_asterix_is_alive(run):
     """No posterior collapse in a real game, and luck that the critic uses."""
     sizes = "--small --cvae-every 1 --learning-starts 5000 --steps-per-update 64 --latent-size 8 --kl-coef 3"
-    directory = run(script, *sizes.split(), "--total-timesteps", 40_000, "--eval-episodes", 1, "--run-name", "alive")
+    directory = run(script, *sizes.split(), "--total-timesteps", 24_000, "--eval-episodes", 1, "--run-name", "alive")
     last = [row for row in read_curve(directory / "runs" / "alive") if row["losses/critic"]][-50:]
     kl, luck, advantage = (
         np.mean([float(row[f"losses/{tag}"]) for row in last]) for tag in ("cvae_kl", "luck_std", "advantage_std")
