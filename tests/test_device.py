@@ -38,6 +38,7 @@ def test_an_update_stays_on_the_device(script, adam_on_meta):
         with OnlyMeta():
             for _ in range(2):
                 logged = script.update(args, agent, replay)
+                getattr(script, "make_twin", id)(agent)
         assert logged.device.type == "meta" and logged.shape == (len(script.LOGGED),)
 
 
@@ -63,5 +64,6 @@ def test_updates_on_a_gpu_never_synchronise(script):
     try:
         for _ in range(20):
             script.update(args, agent, replay)
+            getattr(script, "make_twin", id)(agent)
     finally:
         torch.cuda.set_sync_debug_mode("default")
