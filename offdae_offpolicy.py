@@ -443,7 +443,6 @@ def make_twin(agent):
         head.weight[least], head.bias[least] = head.weight[most], head.bias[most]
     for parameter in agent.network.luck.parameters():
         luck = parameter.unflatten(0, (-1, len(cvae.latents)))
-        luck[:, most] *= 2**0.5  # as sqrt(p) has become smaller
         luck[:, least] = luck[:, most]
 
 
@@ -668,7 +667,7 @@ def main():
         while log.updates < args.updates(log.frames) and not signals:
             log.sums += update(args, agent, replay, losses)
             log.updates += 1
-            if log.updates % 20 == 0 and log.frames < 0.75 * args.total_timesteps:
+            if log.updates % 20 == 0 and 0.25 <= log.frames / args.total_timesteps < 0.75:
                 make_twin(agent)
         if log.updates < args.updates(log.frames):
             break  # a signal came: --resume makes the other updates, then this step

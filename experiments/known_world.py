@@ -163,7 +163,7 @@ def train(world, method, seed, updates, behaviour):
             if method != "dae":
                 agent.cvae.ent_coef.fill_(args.ent_coef * 300 ** max(0, 1 - 2 * k / updates))
             script.update(args, agent, replay)
-            if method == "cvae" and (k + 1) % 20 == 0 and k < 0.75 * updates:
+            if method == "cvae" and (k + 1) % 20 == 0 and 0.25 <= k / updates < 0.75:
                 script.make_twin(agent)
         if k >= 0 and ((k + 1) % 250 == 0 or k + 1 == updates):
             found = compare(world, args, agent, replay, method)

@@ -188,7 +188,7 @@ def test_a_run_without_updates_says_so_and_track_starts_weights_and_biases(run, 
 
 def test_the_updates_due_are_made(common, run, monkeypatch):
     """16 frames a step and an update per 4: four in each step from 1000 frames on, each with its learning rate; the
-    weight of the CVAE's entropy is cooled in the first half of the run, and latents become twins in three quarters."""
+    weight of the CVAE's entropy is cooled in the first half of the run, and latents become twins in its middle half."""
     rates, weights, twins = [], [], []
 
     def update(args, agent, replay, losses):
@@ -198,12 +198,12 @@ def test_the_updates_due_are_made(common, run, monkeypatch):
 
     monkeypatch.setattr(common, "update", update)
     monkeypatch.setattr(common, "make_twin", lambda agent: twins.append(len(rates)), raising=False)
-    run(common, *TINY, "--total-timesteps", 4000, "--steps-per-update", 4, "--eval-episodes", 1)
-    steps = [frames for frames in range(1008, 4000, 16) for _ in range(4 if frames > 1008 else 2)]
-    assert rates == [{1e-3 * (1 - frames / 4000)} for frames in steps]
+    run(common, *TINY, "--total-timesteps", 5000, "--steps-per-update", 4, "--eval-episodes", 1)
+    steps = [frames for frames in range(1008, 5000, 16) for _ in range(4 if frames > 1008 else 2)]
+    assert rates == [{1e-3 * (1 - frames / 5000)} for frames in steps]
     if common is offdae_offpolicy:
-        assert weights == pytest.approx([1e-4 * 300 ** max(0, 1 - frames / 2000) for frames in steps], rel=1e-4)
-        assert twins == [k for k, frames in enumerate(steps, 1) if k % 20 == 0 and frames < 3000]
+        assert weights == pytest.approx([1e-4 * 300 ** max(0, 1 - frames / 2500) for frames in steps], rel=1e-4)
+        assert twins == [k for k, frames in enumerate(steps, 1) if k % 20 == 0 and 1250 <= frames < 3750]
 
 
 def test_defaults_are_the_papers(script, monkeypatch):
