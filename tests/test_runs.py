@@ -127,7 +127,7 @@ BAD = [
     ("--latent-size 0", "--latent-size 0: must be at least 1"),
     ("--decode-latents 1", "--decode-latents 1: must be at least 2"),
     ("--cvae-channels 0", "--cvae-channels 0: must be at least 1"),
-    ("--ent-coef -1", "--ent-coef -1.0: must be at least 0"),
+    ("--ent-coef -1", "--ent-coef -1.0: must be at least 1e-09"),
 ]
 
 
