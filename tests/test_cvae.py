@@ -237,7 +237,7 @@ def train(probability, rewards, updates):
 def test_training_separates_the_outcomes_of_chance():
     probability = np.array([[[0.5, 0.3, 0.2], [0.1, 0.3, 0.6]], [[0.2, 0.6, 0.2], [0.7, 0.0, 0.3]]])
     rewards, errors, learned, expected = np.array([3.0, -1.0, 0.5]), [], [], []
-    cases, _, _ = train(probability, rewards, updates=600)
+    cases, _, _ = train(probability, rewards, updates=400)
     for (s, a, o), (prior, _, luck) in cases.items():
         owner = {}
         for (_, _, outcome), (_, posterior, _) in ((key, x) for key, x in cases.items() if key[:2] == (s, a)):
