@@ -341,13 +341,18 @@ class CVAE(nn.Module):
         self.register_buffer("missed", torch.zeros(args.latent_size))  # lately: -log(1 - q), large if only this z fits
         self.register_buffer("unexplained", torch.zeros(args.latent_size))  # lately: q times the frame's error
 
+    def tiled(self, actions):
+        return self.actions[actions][:, :, None, None].expand(-1, -1, 10, 10)
+
+    def log_prior(self, states, actions):
+        """log p(z|s,a) [F, |Z|]"""
+        return self.to_p(self.prior(torch.cat([states, self.tiled(actions)], dim=1)).mean((2, 3))).log_softmax(1)
+
     def forward(self, states, actions, next_states):
-        """h(s,a) [F, channels, 10, 10], log p(z|s,a) and log q(z|s,a,s') [F, |Z|]"""
+        """h(s,a) [F, channels, 10, 10] and log q(z|s,a,s') [F, |Z|]"""
         encoded, next_encoded = self.encoder(torch.cat([states, next_states])).chunk(2)
-        tiled = self.actions[actions][:, :, None, None].expand(-1, -1, 10, 10)
-        h = self.transition(torch.cat([encoded, tiled], dim=1))
-        p, q = self.prior(torch.cat([states, tiled], dim=1)), self.posterior(torch.cat([h, next_encoded], dim=1))
-        return h, self.to_p(p.mean((2, 3))).log_softmax(1), self.to_q(q.mean((2, 3))).log_softmax(1)
+        h = self.transition(torch.cat([encoded, self.tiled(actions)], dim=1))
+        return h, self.to_q(self.posterior(torch.cat([h, next_encoded], dim=1)).mean((2, 3))).log_softmax(1)
 
     def errors(self, h, z, next_states):
         """-log p(s'|s,a,z) per pixel for each z [F, k], in one batch: BatchNorm would subtract a z that is alone."""
@@ -418,17 +423,18 @@ def cvae_loss(args, cvae, batch):
     The best q is softmax(-errors / ent_coef): cooled slowly, each outcome gets its own z; cold at once, some share. A
     cross entropy pulls q there too: when q is sure, its gradients of the other terms are gone."""
     frames, every = (batch.states, batch.actions, batch.next_states), args.cvae_every
-    h, log_p, log_q = cvae(*(trained := [x[::every] for x in frames]))
-    kl = (log_q.detach().exp() * (log_q.detach() - log_p)).sum(1).mean()
+    h, log_q = cvae(*(trained := [x[::every] for x in frames]))
     entropy = -(log_q.exp() * log_q).sum(1).mean()
     error, errors, log_chosen = expected_error(log_q, args.decode_latents, lambda z: cvae.errors(h, z, trained[2]))
     cross_entropy = -((-errors / cvae.ent_coef).softmax(1) * log_chosen).sum(1).mean()
-    loss, logged = kl + error.mean() - cvae.ent_coef * entropy + 0.1 * cross_entropy, (error.mean(), kl, entropy)
     with torch.no_grad():
         cvae.missed.lerp_(-(1 - log_q.exp()).clamp(min=1e-7).log().mean(0), 0.05)
         cvae.unexplained.lerp_(error @ log_q.exp() / len(error), 0.05)
-        _, log_p, log_q = cvae(*frames) if every > 1 else (h, log_p, log_q)
-    return loss, log_q.detach().exp(), log_p.detach().exp(), logged
+        log_q = cvae(*frames)[1] if every > 1 else log_q.detach()
+    log_p = cvae.log_prior(*frames[:2])  # of all frames and their q as luck uses it: else rewards become luck
+    kl = (log_q.exp() * (log_q - log_p)).sum(1).mean()
+    loss = kl + error.mean() - cvae.ent_coef * entropy + 0.1 * cross_entropy
+    return loss, log_q.exp(), log_p.detach().exp(), (error.mean(), kl, entropy)
 
 
 @torch.no_grad()

@@ -177,7 +177,7 @@ def judge(args, agent, device, episode):
         boards = torch.from_numpy(episode.boards[start : start + 257]).to(device)
         boards, a = unpack(boards, cvae.encoder[0].in_channels), torch.from_numpy(episode.actions[start : start + 256])
         s, s_next, a = boards[:-1], boards[1:], a.to(device)
-        output, (_, log_p, log_q) = network(s), cvae(s, a, s_next)
+        output, log_p, (_, log_q) = network(s), cvae.log_prior(s, a), cvae(s, a, s_next)
         policy = output.log_policy.exp()
         luck = args.gamma * centred_luck(output.luck, a, log_q.exp(), log_p.exp())
         columns = output.value, policy, centred(output.advantage, policy), luck

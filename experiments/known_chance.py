@@ -109,7 +109,7 @@ def what_z_tells(directory, steps=600):
     for _ in range(steps):
         played = games.step(script.act(agent.network, games, torch.device("cpu")))
         boards = [script.unpack(torch.from_numpy(x), games.channels) for x in (played.states, played.next_states)]
-        _, _, log_q = agent.cvae(boards[0], torch.from_numpy(played.actions), boards[1])
+        _, log_q = agent.cvae(boards[0], torch.from_numpy(played.actions), boards[1])
         joint.index_add_(0, outcome(*boards), log_q.exp())
     still, moves, appears = joint[:1], joint[1:2], joint[2:]
     return {

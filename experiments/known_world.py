@@ -134,12 +134,14 @@ def told(world):
             super().__init__(1, 1)
             self.register_buffer("ent_coef", torch.zeros(()))
 
+        def log_prior(self, states, actions):
+            return law[number(states), actions].log()
+
         def forward(self, states, actions, next_states):
-            p = law[number(states), actions]
-            return None, p.log(), nn.functional.one_hot(number(next_states), S).float().log()
+            return None, nn.functional.one_hot(number(next_states), S).float().log()
 
     def loss(args, cvae, batch):
-        _, log_p, log_q = cvae(batch.states, batch.actions, batch.next_states)
+        log_p, (_, log_q) = cvae.log_prior(batch.states, batch.actions), cvae(*batch[:2], batch.next_states)
         return 0.0 * cvae.weight.sum(), log_q.exp(), log_p.exp(), [torch.zeros(())] * 3
 
     return loss, Told
@@ -195,7 +197,8 @@ def compare(world, args, agent, replay, method):
         return found
     s, a, t = np.nonzero(p)  # q and p of every transition that can happen, with the batch statistics of an update
     states, next_states = torch.cat([boards[s], batch.states]), torch.cat([boards[t], batch.next_states])
-    _, log_prior, log_posterior = agent.cvae(states, torch.cat([torch.from_numpy(a), batch.actions]), next_states)
+    actions = torch.cat([torch.from_numpy(a), batch.actions])
+    log_prior, (_, log_posterior) = agent.cvae.log_prior(states, actions), agent.cvae(states, actions, next_states)
     latents = log_prior.shape[1]
     prior, q = np.zeros((S, A, latents)), np.zeros((S, A, S, latents))
     prior[s, a], q[s, a, t] = log_prior[: len(s)].exp().numpy(), log_posterior[: len(s)].exp().numpy()

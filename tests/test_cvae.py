@@ -28,7 +28,7 @@ def gradients(loss, module):
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_loss_and_gradients_match_a_loop_over_z(float64, every):
-    """Of every third frame the loss is that of these alone; q and p are those of all."""
+    """With every third frame q and the decoder learn from these alone; the prior, q and p are those of all frames."""
     args, cvae, batch = make_cvae(cvae_every=every)
     cvae.eval()
     cvae.ent_coef.fill_(0.7)
@@ -36,14 +36,14 @@ def test_loss_and_gradients_match_a_loop_over_z(float64, every):
     reconstruction, kl, entropy, away, trained = 0.0, 0.0, 0.0, 0.0, range(0, args.batch_size, every)
     for i in range(args.batch_size):
         states = batch.states[i : i + 1], batch.next_states[i : i + 1]
-        h, log_p, log_q = cvae(states[0], batch.actions[i : i + 1], states[1])
-        fits = []
+        asked, fits = (states[0], batch.actions[i : i + 1]), []
+        log_p, (h, log_q) = cvae.log_prior(*asked), cvae(*asked, states[1])
         for z in range(3):
             posterior, prior = log_q[0, z].exp(), log_p[0, z].exp()
             assert q[i, z] == pytest.approx(posterior.item()) and p[i, z] == pytest.approx(prior.item())
+            kl = kl + posterior.detach() * (posterior.detach().log() - prior.log()) / args.batch_size
             if i not in trained:
                 continue
-            kl = kl + posterior.detach() * (posterior.detach().log() - prior.log()) / len(trained)
             entropy = entropy - posterior * posterior.log() / len(trained)
             logits = cvae.decoder(h + cvae.latents[z].view(1, -1, 1, 1))
             likelihood = states[1] * logsigmoid(logits) + (1 - states[1]) * logsigmoid(-logits)
@@ -127,13 +127,17 @@ def test_a_twin_changes_nothing_but_who_tells(float64):
     """The z missed least takes half the frames of the one with most left to explain: all else stays."""
     args, _, agent, replay = made(script, n=4, num_envs=8, channels=4, hidden=8, batch_size=16, latent_size=4)
     cvae, batch = agent.cvae.eval(), replay.sample()
+
+    def told():
+        return cvae.log_prior(*batch[:2]), cvae(*batch[:2], batch.next_states)[1]
+
     with torch.no_grad():
         cvae.to_q.bias[2] = cvae.to_p.bias[2] = -40.0  # nobody's
         cvae.unexplained.copy_(torch.tensor([0.2, 0.4, 0.0, 0.0]))
         cvae.missed.copy_(torch.tensor([3.0, 3.0, 0.0, 9.0]))  # the last one explains its frames alone
-        before, luck = cvae(batch.states, batch.actions, batch.next_states)[1:], agent.network(batch.states).luck
+        before, luck = told(), agent.network(batch.states).luck
         script.make_twin(agent)
-        after, twins = cvae(batch.states, batch.actions, batch.next_states)[1:], agent.network(batch.states).luck
+        after, twins = told(), agent.network(batch.states).luck
     for old, new in zip(before, after, strict=True):
         torch.testing.assert_close(new.exp()[:, [1, 2]], old.exp()[:, [1, 1]] / 2)
         torch.testing.assert_close(new.exp()[:, [0, 3]], old.exp()[:, [0, 3]])
@@ -148,7 +152,7 @@ def test_statistics_of_the_latents_by_loops(float64):
     missed, unexplained = torch.zeros(3), torch.zeros(3)
     for i in range(0, 10, 3):
         states = batch.states[i : i + 1], batch.next_states[i : i + 1]
-        h, _, log_q = cvae(states[0], batch.actions[i : i + 1], states[1])
+        h, log_q = cvae(states[0], batch.actions[i : i + 1], states[1])
         q, errors = log_q[0].exp(), cvae.errors(h, torch.arange(3)[None], states[1])[0]
         for z in range(3):
             missed[z] -= (1 - q[z]).log().item() / 4
@@ -220,7 +224,7 @@ def train(probability, rewards, updates):
     replay.batch_size = 2048
     batch = replay.sample()
     with torch.no_grad():
-        _, log_p, log_q = agent.cvae(batch.states, batch.actions, batch.next_states)
+        log_p, (_, log_q) = agent.cvae.log_prior(*batch[:2]), agent.cvae(*batch[:2], batch.next_states)
         output = agent.network(batch.states)
         luck = script.centred_luck(output.luck, batch.actions, log_q.exp(), log_p.exp())
     boards, cases = script.unpack(torch.from_numpy(BOARDS), CHANNELS), {}

@@ -110,7 +110,8 @@ class Slow:
         """B(s,a,s') = sum_z q(z|s,a,s') g(s,a,z) - sum_z p(z|s,a) g(s,a,z), g(s,a,z) = sqrt(p(z|s,a)) times the head"""
         state, action = segment.states[t], segment.actions[t]
         with torch.no_grad():
-            _, log_p, log_q = self.agent.cvae(state[None], torch.tensor([action]), segment.following[t][None])
+            asked = state[None], torch.tensor([action])
+            log_p, (_, log_q) = self.agent.cvae.log_prior(*asked), self.agent.cvae(*asked, segment.following[t][None])
         head, total = self.output(self.agent.network, state).luck[0], 0.0
         for z in range(self.args.latent_size):
             g = log_p[0, z].exp() ** 0.5 * head[action, z]

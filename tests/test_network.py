@@ -74,7 +74,7 @@ def test_the_action_is_tiled_over_the_board():
     for part in (cvae.transition, cvae.posterior):
         part[0].register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
     (states, next_states), actions = torch.rand(2, 5, 2, 10, 10), torch.tensor([0, 1, 2, 1, 0])
-    h, _, _ = cvae(states, actions, next_states)
+    h, _ = cvae(states, actions, next_states)
     tiled = F.one_hot(actions, 3)[:, :, None, None].expand(-1, -1, 10, 10).float()
     torch.testing.assert_close(seen[0], torch.cat([cvae.encoder(states), tiled], dim=1))
     torch.testing.assert_close(seen[1], torch.cat([h, cvae.encoder(next_states)], dim=1))

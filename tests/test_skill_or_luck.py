@@ -34,7 +34,8 @@ def make_run(directory, change=lambda model: None, **arguments):
     for _ in range(5):
         step = games.step(np.random.default_rng(0).integers(len(games.action_set), size=8))
         s, s_next = (unpack(torch.from_numpy(x), games.channels) for x in (step.states, step.next_states))
-        agent.cvae(s, torch.from_numpy(step.actions), s_next)
+        agent.cvae(s, actions := torch.from_numpy(step.actions), s_next)
+        agent.cvae.log_prior(s, actions)
     model = {name: part.state_dict() for name, part in vars(agent).items()} | dict(script=SCRIPT, args=asdict(args))
     change(model)
     directory.mkdir(parents=True)
@@ -97,7 +98,8 @@ def test_the_networks_are_asked_one_by_one_for_the_same(tmp_path, game, max_step
         a = int(episode.actions[t])
         with torch.no_grad():
             output = network(boards[t : t + 1])
-            _, log_p, log_q = cvae(boards[t : t + 1], torch.tensor([a]), boards[t + 1 : t + 2])
+            asked = boards[t : t + 1], torch.tensor([a])
+            log_p, (_, log_q) = cvae.log_prior(*asked), cvae(*asked, boards[t + 1 : t + 2])
         mean = sum(float(output.log_policy[0, b].exp() * output.advantage[0, b]) for b in range(A))
         q, p, head = log_q[0].exp(), log_p[0].exp(), output.luck[0, a]
         luck = sum(float((q[z] - p[z]) * p[z] ** 0.5 * head[z]) for z in range(3))
