@@ -336,22 +336,20 @@ class CVAE(nn.Module):
         first, second = conv(wide, half, nn.ConvTranspose2d), conv(half, channels, nn.ConvTranspose2d)
         self.decoder = nn.Sequential(ResidualBlock(wide), first, ResidualBlock(half), second)
         self.latents = nn.Parameter(torch.randn(args.latent_size, wide))
-        self.register_buffer("actions", torch.eye(num_actions), persistent=False)
+        tiled = torch.eye(num_actions)[:, :, None, None].repeat(1, 1, 10, 10)
+        self.register_buffer("actions", tiled, persistent=False)
         self.register_buffer("ent_coef", torch.tensor(args.ent_coef), persistent=False)
         self.register_buffer("missed", torch.zeros(args.latent_size))  # lately: -log(1 - q), large if only this z fits
         self.register_buffer("unexplained", torch.zeros(args.latent_size))  # lately: q times the frame's error
 
-    def tiled(self, actions):
-        return self.actions[actions][:, :, None, None].expand(-1, -1, 10, 10)
-
     def log_prior(self, states, actions):
         """log p(z|s,a) [F, |Z|]"""
-        return self.to_p(self.prior(torch.cat([states, self.tiled(actions)], dim=1)).mean((2, 3))).log_softmax(1)
+        return self.to_p(self.prior(torch.cat([states, self.actions[actions]], dim=1)).mean((2, 3))).log_softmax(1)
 
     def forward(self, states, actions, next_states):
         """h(s,a) [F, channels, 10, 10] and log q(z|s,a,s') [F, |Z|]"""
         encoded, next_encoded = self.encoder(torch.cat([states, next_states])).chunk(2)
-        h = self.transition(torch.cat([encoded, self.tiled(actions)], dim=1))
+        h = self.transition(torch.cat([encoded, self.actions[actions]], dim=1))
         return h, self.to_q(self.posterior(torch.cat([h, next_encoded], dim=1)).mean((2, 3))).log_softmax(1)
 
     def errors(self, h, z, next_states):
@@ -431,7 +429,7 @@ def cvae_loss(args, cvae, batch):
         cvae.missed.lerp_(-(1 - log_q.exp()).clamp(min=1e-7).log().mean(0), 0.05)
         cvae.unexplained.lerp_(error @ log_q.exp() / len(error), 0.05)
         log_q = cvae(*frames)[1] if every > 1 else log_q.detach()
-    log_p = cvae.log_prior(*frames[:2])  # of all frames and their q as luck uses it: else rewards become luck
+    log_p = cvae.log_prior(batch.states, batch.actions)  # fitted to the q that luck uses, else luck takes from V
     kl = (log_q.exp() * (log_q - log_p)).sum(1).mean()
     loss = kl + error.mean() - cvae.ent_coef * entropy + 0.1 * cross_entropy
     return loss, log_q.exp(), log_p.detach().exp(), (error.mean(), kl, entropy)
