@@ -1,7 +1,7 @@
 """Does luck do what the theorem says, with the whole agent? On worlds whose truth is known, it can be measured.
 
     python experiments/known_world.py                                    # ten worlds, three seeds, three methods
-    python experiments/known_world.py --worlds 1 --seeds 1 --updates 500 --methods dae cvae      # a first look
+    python experiments/known_world.py --worlds 12 --seeds 1 --updates 500 --methods dae cvae     # a first look
     python experiments/known_world.py --deterministic                    # the control: there is no luck
     python experiments/known_world.py --behaviour actor                  # data of the policy itself, as in a real run
 
@@ -265,7 +265,8 @@ def draw(runs, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in dict(worlds=10, seeds=3, updates=1000).items():
+    parser.add_argument("--worlds", type=int, nargs="+", help="their seeds, by default ten as said above")
+    for name, default in dict(seeds=3, updates=1000).items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--deterministic", action="store_true")
@@ -277,7 +278,7 @@ def main():
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{kind}_{options.behaviour}_{options.updates}.json"
     runs = json.loads(path.read_text()) if path.exists() else []
-    worlds = choose_worlds(options.worlds, options.deterministic)
+    worlds = options.worlds or choose_worlds(10, options.deterministic)
     wanted = [*itertools.product(range(1, options.seeds + 1), worlds, options.methods)]
     todo = [key for key in wanted if key not in {(run["seed"], run["world"], run["method"]) for run in runs}]
     print(f"{kind} worlds {worlds}: {len(wanted)} runs, {len(todo)} to do", flush=True)
