@@ -10,7 +10,7 @@
 #   ENVS NS       "asterix breakout freeway seaquest space_invaders" ["asterix breakout"], "8 16 32" ["8 32"]
 #   SEEDS         "1 2 ... 20" ["1 2 3"]; runs go in the order METHODS, ENVS, NS, SEEDS, the seeds changing fastest
 #   ARGS          more arguments for every run, such as "--total-timesteps 1000000"; with METHODS=offpolicy,
-#                 "--decode-latents 4" halves an update: 3.1 instead of 6.4 TFLOP; with "--cvae-every 4" 1.5
+#                 "--decode-latents 4" halves an update: 3.1 instead of 6.4 TFLOP; with "--cvae-every 4" 1.6
 #   RUNS          directory of the runs: runs/ beside benchmark.sh; what they printed is in .benchmark/logs there
 #   REUSE         another directory whose finished runs count, such as results/small; by default none
 #   SETUP         a line of shell to run before each run, such as "source activate offdae"

@@ -84,7 +84,7 @@ class Args:
     target_network: bool = True  # bootstrap with the EMA network, or with the trained network and its gradient
     latent_size: int = 16  # latents z, the outcomes that chance can have
     decode_latents: int = 16  # latents to decode each frame with, all or the likeliest and one drawn from the rest
-    cvae_every: int = 1  # train the CVAE on every so many frames of a batch, and just ask it about the others
+    cvae_every: int = 1  # decode every so many frames of a batch; the prior learns from all, luck is asked about all
     cvae_channels: int = 128  # channels of the CVAE, half as many in the first and last block
     ent_coef: float = 1e-4  # weight of the posterior's entropy, falls from 300 times that in half of the run
 
