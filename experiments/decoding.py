@@ -1,6 +1,6 @@
 """Does z learn as much when fewer latents, or fewer frames, are decoded? The CVAE alone, on frames of a trained agent.
 
-    python experiments/decoding.py                     # about half an hour
+    python experiments/decoding.py
 
 Each row is a CVAE of `--small` with its own `--decode-latents` and `--cvae-every`, trained with the script's loss,
 cooling and twins on the same frames of Asterix. It prints what z then tells of chance (see known_chance.py) and the
