@@ -12,7 +12,7 @@
 #   ARGS          more arguments for every run, such as "--total-timesteps 1000000"; with METHODS=offpolicy,
 #                 "--decode-latents 4" halves an update: 3.1 instead of 6.4 TFLOP; with "--cvae-every 4" 1.6
 #   RUNS          directory of the runs: runs/ beside benchmark.sh; what they printed is in .benchmark/logs there
-#   REUSE         another directory whose finished runs count, such as results/small; by default none
+#   REUSE         another directory whose finished runs count, such as results/study; by default none
 #   SETUP         a line of shell to run before each run, such as "source activate offdae"
 #   WORKERS       runs at a time on this machine: RUNS_PER_GPU (1) for each GPU, 1 without GPU; they share the cores
 #   GPUS          here those in CUDA_VISIBLE_DEVICES or nvidia-smi; of a Slurm task 1 [0], or with a type: a100:1

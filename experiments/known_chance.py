@@ -1,16 +1,13 @@
 """Off-policy DAE on Asterix with chance known: z is read off the boards, where offdae_offpolicy.py has to learn it.
 
     python experiments/known_chance.py --small --n 8
+    python experiments/known_chance.py results/agents/asterix   # what the z of a finished run tells of chance
 
 It tells whether a result of Off-policy DAE is due to its CVAE or to all the rest. In Asterix things move in every fifth
 step, and in every second of those something appears: in a free row, from the left or the right, treasure one time in
 three. The boards do not show when. So z is one of: 0 nothing moves, 1 things move, 2 to 33 they do and something
 appears (8 rows x 2 sides x enemy or treasure). Which of the three it will be, a small network predicts, since where the
 player is gives away something about the time; what appears, and where, follows the game's own law.
-
-`--exp-name known_moves` tells only whether things move, which is what the CVAE of `--small` finds out by itself. With
-`--exp-name known_moves_detached` the gradient of luck moreover stops before the layers that it shares with V and A.
-With `--exp-name known_nothing` luck is 0, as in DAE.
 """
 
 import sys
@@ -26,7 +23,7 @@ import offdae_offpolicy as script
 ENEMY, TREASURE = 1, 3  # channels
 ROWS = slice(1, 9)
 LATENTS = 34
-NAMES = {"known_chance", "known_moves", "known_moves_detached", "known_nothing"}
+QUESTIONS = "things move", "if so, something appears", "if so, what and where"
 
 
 def things(states):
@@ -73,18 +70,8 @@ def known_chance_loss(args, cvae, batch):
     loss = -(coarse_q * log_coarse).sum(1).mean()
     coarse = log_coarse.detach().exp()
     p = torch.cat([coarse[:, :2], coarse[:, 2:] * law(batch.states)], dim=1)
-    if args.exp_name == "known_nothing":
-        q = p = torch.ones(len(q), 1)
-    elif args.exp_name != "known_chance":
-        q, p = (torch.stack([x[:, 0], 1 - x[:, 0]], dim=1) for x in (q, p))
     kl = -(q * p.clamp(min=1e-10).log()).sum(1).mean()
     return loss, q, p, (torch.zeros(()), kl, torch.zeros(()))
-
-
-class DetachedLuck(script.Network):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.luck.register_forward_pre_hook(lambda module, inputs: inputs[0].detach())
 
 
 def information(joint):
@@ -93,6 +80,12 @@ def information(joint):
     rows, columns = joint.sum(1, keepdim=True), joint.sum(0, keepdim=True)
     told = torch.special.xlogy(joint, joint / (rows * columns).clamp(min=1e-30)).sum().clamp(min=0)
     return f"{told.item():.3f} of {-torch.special.xlogy(rows, rows).sum().item():.3f} nats"
+
+
+def nats(joint):
+    """What z tells of each question, from counts of outcomes and latents [LATENTS, |Z|]."""
+    moves, appears = (torch.stack([joint[i], joint[i + 1 :].sum(0)]) for i in (0, 1))
+    return [information(x) for x in (moves, appears, joint[2:])]
 
 
 @torch.no_grad()
@@ -111,26 +104,16 @@ def what_z_tells(directory, steps=600):
         boards = [script.unpack(torch.from_numpy(x), games.channels) for x in (played.states, played.next_states)]
         _, log_q = agent.cvae(boards[0], torch.from_numpy(played.actions), boards[1])
         joint.index_add_(0, outcome(*boards), log_q.exp())
-    still, moves, appears = joint[:1], joint[1:2], joint[2:]
-    return {
-        "whether things move": information(torch.cat([still, joint[1:].sum(0, keepdim=True)])),
-        "if so, whether something appears": information(torch.cat([moves, appears.sum(0, keepdim=True)])),
-        "if so, what and where": information(appears),
-    }
+    for question, told in zip(QUESTIONS, nats(joint), strict=True):
+        print(f"{question}: {told}")
 
 
 def main():
+    if len(sys.argv) == 2 and Path(sys.argv[1]).is_dir():
+        return what_z_tells(Path(sys.argv[1]))
     script.SCRIPT, script.CVAE, script.cvae_loss = "known_chance", KnownChance, known_chance_loss
     script.make_twin = lambda agent: None
-    if "--exp-name" not in sys.argv:
-        sys.argv += ["--exp-name", "known_chance"]
-    (name,) = NAMES & set(sys.argv) or [None]
-    if name is None:
-        script.stop(f"--exp-name: choose from {', '.join(sorted(NAMES))}")
-    if name == "known_moves_detached":
-        script.Network = DetachedLuck
-    latents = {"known_chance": LATENTS, "known_nothing": 1}.get(name, 2)
-    sys.argv += ["--env-id", "asterix", "--latent-size", str(latents)]
+    sys.argv += ["--env-id", "asterix", "--latent-size", str(LATENTS), "--exp-name", "known_chance"]
     script.main()
 
 

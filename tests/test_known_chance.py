@@ -1,10 +1,9 @@
 """The outcomes that experiments/known_chance.py reads off the boards are what the game drew."""
 
-import held_out
 import known_chance
 import numpy as np
 import torch
-from conftest import CPU, made
+from conftest import made
 
 import offdae_offpolicy as script
 
@@ -32,16 +31,3 @@ def test_outcomes_are_what_the_game_drew():
     counts, law = np.bincount(seen, minlength=34)[2:], torch.cat(laws).mean(0).numpy()
     spawned = counts.sum()
     assert spawned > 1000 and np.abs(counts - spawned * law).max() < 4 * np.sqrt(spawned * law.max())
-
-
-def test_what_is_held_out_is_not_replayed():
-    """Every frame goes to one of the two."""
-    args, games, _, whole = made(script, steps=0, num_envs=32, n=4, batch_size=128, channels=4, hidden=8)
-    partial, rng = held_out.PartialReplay(args, games.channels, CPU), np.random.default_rng(0)
-    for step in range(50):
-        marked = games.step(rng.integers(0, 5, 32))._replace(rewards=np.arange(32) + 32 * step)
-        whole.add(marked)
-        partial.add(marked)
-    replayed, kept, every = (x.ring["rewards"][: x.frames].long() for x in (partial, partial.held_out, whole))
-    assert set((kept % 8).tolist()) == {0} and not set((replayed % 8).tolist()) & {0}
-    assert sorted([*replayed.tolist(), *kept.tolist()]) == sorted(every.tolist())

@@ -309,12 +309,12 @@ def test_1500_runs_in_under_a_minute(tmp_path):
 
 
 def test_the_committed_study_is_what_its_runs_say(tmp_path):
-    """results/small: the small files of each run and nothing else, and the report that they make."""
-    study, readme = ROOT / "results" / "small", (ROOT / "results" / "README.md").read_text()
+    """results/study: the small files of each run and nothing else, and the report that they make."""
+    study, readme = ROOT / "results" / "study", (ROOT / "results" / "README.md").read_text()
     runs = [path for path in study.iterdir() if path.is_dir() and path.name != "report"]
     assert runs and all({x.name for x in path.iterdir()} == {"args.json", "eval.json", "curve.csv"} for path in runs)
-    (command,) = re.findall(r"python (benchmark_report.py --runs results/small --out results/small/report.*)", readme)
-    command = command.replace("--out results/small/report", f"--out {tmp_path / 'again'}")
+    (command,) = re.findall(r"python (benchmark_report.py --runs results/study --out results/study/report.*)", readme)
+    command = command.replace("--out results/study/report", f"--out {tmp_path / 'again'}")
     subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True, capture_output=True)
     for name in ("scores.csv", "runs.csv", "report.md"):
         assert (tmp_path / "again" / name).read_text() == (study / "report" / name).read_text(), f"make {name} anew"
