@@ -254,7 +254,7 @@ def draw(runs, path):
         for shift, (method, name) in zip((0.22, 0, -0.22), names.items(), strict=True):
             dots = [(value(run), worlds.index(run["world"]) + shift) for run in runs if run["method"] == method]
             dots = np.array([dot for dot in dots if dot[0] is not None]).reshape(-1, 2)
-            axis.plot(*dots.T, "o", markersize=5, label=name)
+            axis.plot(*dots.T, "o", markersize=5, label=name if len(dots) else None)
         axis.axvline(1, color="gray", linewidth=0.8, zorder=0)
         axis.set(title=title, xlim=limits, xlabel=label)
     axes[0, 0].set_yticks(range(len(worlds)), [f"world {world}" for world in worlds])
