@@ -86,7 +86,7 @@ class Args:
     decode_latents: int = 16  # latents to decode each frame with, all or the likeliest and one drawn from the rest
     cvae_every: int = 1  # decode every so many frames of a batch; the prior learns from all, luck is asked about all
     cvae_channels: int = 128  # channels of the CVAE, half as many in the first and last block
-    luck_gradient: float = 1.0  # share of luck's gradient that trains the layers it has in common with V and A
+    luck_gradient: bool = True  # luck's gradient trains the layers that it shares with V and A, or its head alone
     ent_coef: float = 1e-4  # weight of the posterior's entropy, falls from 300 times that in half of the run
 
     def updates(self, frames):  # due after so many frames, none before the first segments of n transitions are stored
@@ -95,10 +95,10 @@ class Args:
 
 SMALL = dict(total_timesteps=2_400_000, batch_size=128, learning_starts=10_000, steps_per_update=128)
 SMALL |= dict(learning_rate=1e-3, tau=0.99, kl_coef=10.0, channels=16, hidden=128)
-SMALL |= dict(cvae_channels=16, cvae_every=4, decode_latents=4, luck_gradient=0.0)
+SMALL |= dict(cvae_channels=16, cvae_every=4, decode_latents=4, luck_gradient=False)
 BOUNDS = dict(gamma=(0, 1), tau=(0, 1), sticky_action_prob=(0, 1), learning_rate=(1e-9, INF))  # others: (1, INF)
 BOUNDS |= dict.fromkeys(["seed", "learning_starts", "kl_coef", "checkpoint_interval"], (0, INF))
-BOUNDS |= dict(ent_coef=(1e-9, INF), decode_latents=(2, INF), luck_gradient=(0, INF))
+BOUNDS |= dict(ent_coef=(1e-9, INF), decode_latents=(2, INF))
 RESUME_MAY_DIFFER = {"resume", "runs_dir", "run_name", "checkpoint_interval", "cuda", "track"}
 EVALUATE_MAY_DIFFER = {"evaluate", "seed", "eval_episodes", "max_episode_frames", "cuda"}
 
@@ -298,16 +298,16 @@ class Network(nn.Module):
         self.hidden = nn.Sequential(nn.Linear(args.channels * 6 * 6, args.hidden), nn.ReLU(True))
         self.value = nn.Linear(args.hidden, 1)
         self.advantage, self.policy = nn.Linear(args.hidden, num_actions), nn.Linear(args.hidden, num_actions)
-        self.luck, self.luck_gradient = nn.Linear(args.hidden, num_actions * args.latent_size), args.luck_gradient
+        self.luck = nn.Linear(args.hidden, num_actions * args.latent_size)  # g(s,a,z)
+        self.luck_gradient, self.luck_shape = args.luck_gradient, (num_actions, args.latent_size)
 
     def forward(self, states):
         features = self.hidden(self.convolutions(states))
-        for_luck = features.detach().lerp(features, self.luck_gradient)
         return Output(
             value=self.value(features).squeeze(1),
             advantage=self.advantage(features),
             log_policy=self.policy(features.detach()).log_softmax(1),
-            luck=self.luck(for_luck).unflatten(1, (self.policy.out_features, -1)),
+            luck=self.luck(features if self.luck_gradient else features.detach()).unflatten(1, self.luck_shape),
         )
 
 

@@ -39,7 +39,7 @@ CPU, METHODS = torch.device("cpu"), ["dae", "told", "cvae"]
 SIZES = dict(n=N, gamma=GAMMA, num_envs=128, buffer_size=200_000, channels=16, hidden=128)
 SIZES |= dict(batch_size=128, learning_rate=2e-3, tau=0.95)  # quicker than --small, for simple worlds
 CVAE = {name: value for name, value in offdae_offpolicy.SMALL.items() if name not in offdae_dae.SMALL}
-CVAE |= dict(cvae_every=1)  # in fewer updates than --small makes
+CVAE |= dict(cvae_every=1, luck_gradient=True)  # in fewer updates than --small makes, and as in the paper
 CVAE_LOSS = offdae_offpolicy.cvae_loss, offdae_offpolicy.CVAE
 
 

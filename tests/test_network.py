@@ -1,5 +1,6 @@
 """The networks against Figures `ac_net` and `cvae_net`, layer by layer."""
 
+import pytest
 import torch
 from conftest import made
 from torch.nn import functional as F
@@ -29,6 +30,14 @@ def test_actor_critic_layer_by_layer(script, float64):
         heads.add("luck")
         assert output.luck.shape == (3, 6, 16) and torch.equal(output.luck[1, 2], linear("luck", x)[1, 32:48])
     assert {name.split(".")[0] for name in weights} == heads | {"convolutions", "hidden"}
+
+
+@pytest.mark.parametrize("luck_gradient", [True, False])
+def test_luck_trains_the_shared_layers_or_its_head_alone(luck_gradient):
+    network = made(offdae_offpolicy, channels=2, hidden=4, steps=0, luck_gradient=luck_gradient)[2].network
+    network(torch.rand(3, 4, 10, 10)).luck.sum().backward()
+    trained = {name.split(".")[0] for name, x in network.named_parameters() if x.grad is not None}
+    assert trained == ({"convolutions", "hidden", "luck"} if luck_gradient else {"luck"})
 
 
 def test_a_residual_block_by_hand(float64):

@@ -217,6 +217,7 @@ def test_defaults_are_the_papers(script, monkeypatch):
     paper |= dict(max_episode_frames=108_000, channels=128, hidden=1024, eval_episodes=100)
     if script is offdae_offpolicy:
         paper |= dict(latent_size=16, cvae_channels=128, ent_coef=0.0001, decode_latents=16, cvae_every=1)
+        paper |= dict(luck_gradient=True)
     assert {name: getattr(args, name) for name in paper} == paper
     games = script.Games(args, np.random.SeedSequence(0).spawn(1))
     groups = script.Agent(args, games, CPU).optimizer.param_groups
