@@ -86,8 +86,8 @@ class Args:
         return max(0, frames - max(self.learning_starts, self.num_envs * self.n)) // self.steps_per_update
 
 
-SMALL = dict(total_timesteps=2_400_000, batch_size=128, learning_starts=10_000, steps_per_update=128)
-SMALL |= dict(learning_rate=1e-3, tau=0.99, kl_coef=10.0, channels=16, hidden=128)
+SMALL = dict(total_timesteps=2_400_000, batch_size=128, learning_starts=10_000, steps_per_update=48)
+SMALL |= dict(learning_rate=1e-3, tau=0.99, kl_coef=30.0, channels=16, hidden=128)
 BOUNDS = dict(gamma=(0, 1), tau=(0, 1), sticky_action_prob=(0, 1), learning_rate=(1e-9, INF))  # others: (1, INF)
 BOUNDS |= dict.fromkeys(["seed", "learning_starts", "kl_coef", "checkpoint_interval"], (0, INF))
 RESUME_MAY_DIFFER = {"resume", "runs_dir", "run_name", "checkpoint_interval", "cuda", "track"}
