@@ -259,12 +259,12 @@ def figures_of(runs):
     lengths = [compared(f"n = {n}", some) for n, some in normal.groupby("n")]
     both = runs[runs.script.isin(runs.script[ablation]) & runs.env_id.isin(runs.env_id[ablation])]
     pairs = [comparable(some) for _, some in both.groupby("env_id")]
-    cells = [(f"{game}, n = {n}", some[some.n == n]) for game, some in main.groupby("env_id") for n in ns]
+    cells = [(f"{game}, n = {n}", some[some.n == n]) for n in ns for game, some in main.groupby("env_id")]
     return {
         "results": (kinds, len(kinds)),
         "norm_nstep": (lengths, len(lengths)),
-        "train_curves": ([(title, some, RETURN) for title, some in cells], len(ns)),
-        "reward_curves": ([(title, some, REWARD) for title, some in cells], len(ns)),
+        "train_curves": ([(title, some, RETURN) for title, some in cells], main.env_id.nunique()),
+        "reward_curves": ([(title, some, REWARD) for title, some in cells], main.env_id.nunique()),
         "target_comparison": ([(describe(some), some, tag) for tag in (RETURN, CRITIC) for some in pairs], len(pairs)),
         "score_dist": ([(game, some, SCORE) for game, some in runs.groupby("env_id")], runs.env_id.nunique()),
     }
@@ -272,10 +272,11 @@ def figures_of(runs):
 
 def draw(path, panels, row):
     """Means over seeds as curves, or a dot per seed with the interquartile mean and its interval in black."""
-    rows, shared = -(-len(panels) // row), len({tag for _, _, tag in panels} - {SCORE}) == 1
-    fig, legend, ax = Figure(figsize=(max(6.4, 3.3 * row), 2.5 * rows + 1), layout="constrained"), {}, None
+    rows, step = -(-len(panels) // row), 1 if panels[0][2] == NORMAL else row  # same scale as the one before, or above
+    fig, legend, axes = Figure(figsize=(max(6.4, 3.3 * row), 2.5 * rows + 1), layout="constrained"), {}, []
     for i, (title, runs, tag) in enumerate(panels):
-        ax = fig.add_subplot(rows, row, i + 1, sharey=ax if shared and i % row else None)
+        same = axes[i - step] if i >= step and tag == panels[0][2] else None
+        axes.append(ax := fig.add_subplot(rows, row, i + 1, sharey=same))
         for place, (method, some) in enumerate(runs.groupby("method")):
             label, colour, line = METHODS[method]
             if tag == SCORE:
