@@ -95,7 +95,7 @@ class Args:
 
 SMALL = dict(total_timesteps=2_400_000, batch_size=128, learning_starts=10_000, steps_per_update=48)
 SMALL |= dict(learning_rate=1e-3, tau=0.99, kl_coef=30.0, channels=16, hidden=128)
-SMALL |= dict(cvae_channels=16, cvae_every=4, decode_latents=4, luck_gradient=False)
+SMALL |= dict(cvae_channels=16, cvae_every=8, decode_latents=4, luck_gradient=False)
 BOUNDS = dict(gamma=(0, 1), tau=(0, 1), sticky_action_prob=(0, 1), learning_rate=(1e-9, INF))  # others: (1, INF)
 BOUNDS |= dict.fromkeys(["seed", "learning_starts", "kl_coef", "checkpoint_interval"], (0, INF))
 BOUNDS |= dict(ent_coef=(1e-9, INF), decode_latents=(2, INF))
