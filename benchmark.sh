@@ -60,7 +60,7 @@ fi
 methods='uncorrected dae tree offpolicy offpolicy_no_target' games='asterix breakout freeway seaquest space_invaders'
 # Estimates: seconds of a run and of one of Off-policy DAE (paper's GPU, or one CPU core), and MB that they leave.
 if [[ $ARGS = *' --small '* ]]; then
-    small=true frames=2400000 seconds=(300 1600) megabytes=(1 2) cpus=1 memory=4 gpus=0 unit='CPU core'
+    small=true frames=2400000 seconds=(330 2100) megabytes=(1 2) cpus=1 memory=4 gpus=0 unit='CPU core'
     : "${ENVS=asterix breakout}" "${NS=8 32}" "${SEEDS=1 2 3}"
 else
     small=false frames=10000000 seconds=(7200 54000) megabytes=(40 54) cpus=2 memory=8 gpus=1 unit=GPU

@@ -67,7 +67,8 @@ SCORES = """mean, stderr: score over seeds and its standard error. iqm: interqua
 bootstrap interval, which for two or three seeds reaches from the lowest score to the highest. paper: after 10M frames,
 with the paper's settings. Scores on the steep part of a curve exaggerate, hence frames_until_x, the frames until the
 return in training is x: median over seeds, inf unless most come so far. x is the median of all methods' returns at the
-end of training. length: frames of an evaluation's episode. charts, losses: means over the last tenth of training."""
+end of training; x/4 and x/2 show who starts late. length: frames of an evaluation's episode. charts, losses: means over
+the last tenth of training."""
 CURVES = f"""A point of a curve is the mean over 1/{BINS} of the run; where no episode ended it repeats the one before.
 A line begins where all its runs have finished an episode. Shading: standard error over seeds, for fixed games and n."""
 
@@ -225,12 +226,14 @@ def summarise(runs):
     """The numbers of scores.csv, a row for each game, n and method."""
     at_end = runs.groupby(RUN[:3]).final.mean().groupby("env_id").median()
     runs["x"] = runs.env_id.map(at_end.map(lambda x: float(f"{x:.2g}")))
-    reached = [curves[RETURN] >= x for curves, x in zip(runs.curves, runs.x, strict=True)]
-    runs["frames_until_x"] = runs.total_timesteps / BINS * [part.idxmax() if part.any() else np.inf for part in reached]
+    until = {"frames_until_x/4": 0.25, "frames_until_x/2": 0.5, "frames_until_x": 1}
+    for name, share in until.items():
+        reached = [curves[RETURN] >= share * x for curves, x in zip(runs.curves, runs.x, strict=True)]
+        runs[name] = runs.total_timesteps / BINS * [part.idxmax() if part.any() else np.inf for part in reached]
     cells = runs.groupby(RUN[:3])
     scores = cells.agg(seeds=("seed", "size"), mean=("score", "mean"), stderr=("score", "sem"))
     scores[["iqm", "iqm_low", "iqm_high"]] = [iqm_with_interval([some.score]) for _, some in cells]
-    scores = scores.join(PAPER).join(cells.agg(x=("x", "first"), frames_until_x=("frames_until_x", "median")))
+    scores = scores.join(PAPER).join(cells[["x", *until]].median())
     return scores.join(cells[["length", "minutes", *LATE]].mean()).reset_index()
 
 
@@ -353,8 +356,8 @@ def main():
     if len(done):
         baseline, figures = normalise(done, args.baseline), figures_of(done)
         scores, normal = summarise(done), summarise_normalised(figures["results"][0] + figures["norm_nstep"][0])
-        text.append(block(scores.iloc[:, :13]))
-        details += [SCORES, block(scores.drop(columns=scores.columns[4:13]))]
+        text.append(block(scores.iloc[:, :15]))
+        details += [SCORES, block(scores.drop(columns=scores.columns[4:15]))]
         details += [f"Normalised: (score − baseline) / baseline. Baseline: {baseline}.", block(normal), CURVES]
     if len(runs) == 1 and runs.curves.notna().all():
         tags = [tag for tag in runs.curves.iloc[0] if tag.startswith("losses/") or tag in (RETURN, REWARD)]

@@ -144,6 +144,7 @@ def test_the_numbers_of_a_report(make, tmp_path):
     assert scores.stderr.tolist() == pytest.approx(errors, nan_ok=True) and scores.seeds.tolist() == [5, 1, 2]
     assert scores.paper_mean.tolist() == [155.6, 161.5, 44.3] and scores.paper_stderr.tolist() == [5.4, 5.9, 1.1]
     assert scores.x.tolist() == [20] * 3 and scores.frames_until_x.tolist() == [300_000, 600_000, np.inf]
+    assert scores[["frames_until_x/4", "frames_until_x/2"]].values.tolist() == [[84e3, 156e3], [156e3, 3e5], [3e5, 6e5]]
     assert min(expected[0]) <= scores.iqm_low[0] < scores.iqm[0] < scores.iqm_high[0] <= max(expected[0])
     missing = "Missing:\n\n- offpolicy, asterix n = 8: seeds 2, 3, 4, 5\n- tree, asterix n = 8: seeds 3, 4, 5\n\n"
     runs, text = pd.read_csv(tmp_path / "report" / "runs.csv"), (tmp_path / "report" / "report.md").read_text()
