@@ -16,7 +16,7 @@ import torch
 from known_chance import LATENTS, QUESTIONS, nats, outcome, script
 
 ROWS = {"exact": (16, 1), "4 latents": (4, 1), "3 latents": (3, 1), "exact, every 7th frame": (16, 7)}
-ROWS |= {"4 latents, every 4th frame": (4, 4)}  # --small
+ROWS |= {"4 latents, every 4th frame": (4, 4), "4 latents, every 8th frame": (4, 8)}  # the last is --small
 AGENT, CPU = Path(__file__).resolve().parent.parent / "results/agents/asterix/model.pt", torch.device("cpu")
 
 
