@@ -1,7 +1,7 @@
 """Off-policy DAE on Asterix with chance known: z is read off the boards, where offdae_offpolicy.py has to learn it.
 
     python experiments/known_chance.py --small --n 8
-    python experiments/known_chance.py results/agents/asterix   # what the z of a finished run tells of chance
+    python experiments/known_chance.py results/agents/asterix   # what z tells of chance, for a run of any game
 
 It tells whether a result of Off-policy DAE is due to its CVAE or to all the rest. In Asterix things move in every fifth
 step, and in every second of those something appears: in a free row, from the left or the right, treasure one time in
@@ -23,6 +23,7 @@ import offdae_offpolicy as script
 ENEMY, TREASURE = 1, 3  # channels
 ROWS = slice(1, 9)
 LATENTS = 34
+IDLE_WORDS = 2  # MinAtar's wrapper draws one number a step, even without sticky actions
 QUESTIONS = "things move", "if so, something appears", "if so, what and where"
 
 
@@ -88,9 +89,13 @@ def nats(joint):
     return [information(x) for x in (moves, appears, joint[2:])]
 
 
+def words_drawn(games):
+    return torch.tensor([game.random.get_state()[2] for game in games.games])
+
+
 @torch.no_grad()
 def what_z_tells(directory, steps=600):
-    """How much the latent of a finished run of offdae_offpolicy.py on Asterix tells of what chance did."""
+    """How much the latent of a finished run of offdae_offpolicy.py tells of what chance did."""
     model = torch.load(directory / "model.pt", weights_only=True)
     args = script.Args(**model["args"])
     games = script.Games(args, np.random.SeedSequence(args.seed + 1000).spawn(args.num_envs))
@@ -98,13 +103,20 @@ def what_z_tells(directory, steps=600):
     agent.network.load_state_dict(model["network"])
     agent.cvae.load_state_dict(model["cvae"])
     agent.cvae.eval()
-    joint = torch.zeros(LATENTS, args.latent_size)
+    torch.manual_seed(args.seed)
+    joint, of_draws = torch.zeros(LATENTS, args.latent_size), torch.zeros(2, args.latent_size)
     for _ in range(steps):
+        before = words_drawn(games)
         played = games.step(script.act(agent.network, games, torch.device("cpu")))
+        drew = (words_drawn(games) - before) % 624 != IDLE_WORDS
         boards = [script.unpack(torch.from_numpy(x), games.channels) for x in (played.states, played.next_states)]
         _, log_q = agent.cvae(boards[0], torch.from_numpy(played.actions), boards[1])
-        joint.index_add_(0, outcome(*boards), log_q.exp())
-    for question, told in zip(QUESTIONS, nats(joint), strict=True):
+        goes_on = torch.from_numpy(~(played.terminal | played.truncated))  # a reset draws numbers, too
+        of_draws.index_add_(0, drew.long()[goes_on], log_q.exp()[goes_on])
+        if args.env_id == "asterix":
+            joint.index_add_(0, outcome(*boards), log_q.exp())
+    print(f"the game drew a number: {information(of_draws)}")
+    for question, told in zip(QUESTIONS, nats(joint), strict=True) if args.env_id == "asterix" else []:
         print(f"{question}: {told}")
 
 

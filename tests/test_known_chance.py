@@ -20,6 +20,7 @@ def test_outcomes_are_what_the_game_drew():
     _, games, _, _ = made(script, num_envs=64, steps=0, channels=4, hidden=8)
     rng, seen, expected, laws = np.random.default_rng(0), [], [], []
     for _ in range(300):
+        words = known_chance.words_drawn(games)
         before = [[entity and list(entity) for entity in game.env.entities] for game in games.games]
         transitions = games.step(rng.integers(0, 5, 64))
         alive = np.flatnonzero(~transitions.terminal)
@@ -27,6 +28,9 @@ def test_outcomes_are_what_the_game_drew():
         seen += known_chance.outcome(*boards).tolist()
         laws.append(known_chance.law(boards[0]))
         expected += [drawn(before[i], games.games[i].env.entities) for i in alive]
+        drew = (known_chance.words_drawn(games) - words)[alive] % 624 != known_chance.IDLE_WORDS
+        hidden = [all(before[i]) or transitions.rewards[i] > 0 for i in alive]  # no row was free, or taken at once
+        assert ((drew == (torch.tensor(expected[-len(alive) :]) >= 2)) | torch.tensor(hidden)).all()
     assert seen == expected
     counts, law = np.bincount(seen, minlength=34)[2:], torch.cat(laws).mean(0).numpy()
     spawned = counts.sum()

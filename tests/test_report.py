@@ -310,12 +310,19 @@ def test_1500_runs_in_under_a_minute(tmp_path):
 
 
 def test_the_committed_study_is_what_its_runs_say(tmp_path):
-    """results/study: the small files of each run and nothing else, and the report that they make."""
-    study, readme = ROOT / "results" / "study", (ROOT / "results" / "README.md").read_text()
-    runs = [path for path in study.iterdir() if path.is_dir() and path.name != "report"]
-    assert runs and all({x.name for x in path.iterdir()} == {"args.json", "eval.json", "curve.csv"} for path in runs)
+    """Small files and nothing else, the report that the runs of results/study make, and the table that shows it."""
+    results, files = ROOT / "results", {"args.json", "eval.json", "curve.csv"}
+    for folder in (results / "study", results / "long", results / "peers"):
+        runs = [path for path in folder.iterdir() if path.is_dir() and path.name != "report"]
+        assert runs and all({x.name for x in path.iterdir()} == files for path in runs)
+    study, readme = results / "study", (results / "README.md").read_text()
     (command,) = re.findall(r"python (benchmark_report.py --runs results/study --out results/study/report.*)", readme)
     command = command.replace("--out results/study/report", f"--out {tmp_path / 'again'}")
     subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True, capture_output=True)
     for name in ("scores.csv", "runs.csv", "report.md"):
         assert (tmp_path / "again" / name).read_text() == (study / "report" / name).read_text(), f"make {name} anew"
+    for (game, n), scores in pd.read_csv(study / "report" / "scores.csv").groupby(["env_id", "n"]):
+        (row,) = re.findall(rf"^\| {game.replace('_', ' ').title()}, n = {n} \|(.*)\|.*\|$", readme, re.M)
+        means = dict(zip(scores.method, scores["mean"].map("{:.1f}".format), strict=True))
+        shown = [cell.strip().split(" ")[0] for cell in row.split("|")]
+        assert shown == [means.get(method, "") for method in ("uncorrected", "dae", "offpolicy", "tree")]
