@@ -80,7 +80,7 @@ def information(joint):
     joint = joint / joint.sum()
     rows, columns = joint.sum(1, keepdim=True), joint.sum(0, keepdim=True)
     told = torch.special.xlogy(joint, joint / (rows * columns).clamp(min=1e-30)).sum().clamp(min=0)
-    return f"{told.item():.3f} of {-torch.special.xlogy(rows, rows).sum().item():.3f} nats"
+    return f"{told.item():.3f} of {torch.special.xlogy(rows, rows).sum().abs().item():.3f} nats"
 
 
 def nats(joint):

@@ -1,9 +1,12 @@
 """The outcomes that experiments/known_chance.py reads off the boards are what the game drew."""
 
+import re
+
 import known_chance
 import numpy as np
+import pytest
 import torch
-from conftest import made
+from conftest import ROOT, made
 
 import offdae_offpolicy as script
 
@@ -35,3 +38,11 @@ def test_outcomes_are_what_the_game_drew():
     counts, law = np.bincount(seen, minlength=34)[2:], torch.cat(laws).mean(0).numpy()
     spawned = counts.sum()
     assert spawned > 1000 and np.abs(counts - spawned * law).max() < 4 * np.sqrt(spawned * law.max())
+
+
+@pytest.mark.parametrize("game, chance, told", [("asterix", 0.32, 0.2), ("seaquest", 0.23, 0), ("breakout", 0, 0)])
+def test_what_z_tells_of_the_agents(capsys, game, chance, told):
+    known_chance.what_z_tells(ROOT / "results" / "agents" / game, steps=60)
+    lines = re.findall(r"(.*): (.*) of (.*) nats", capsys.readouterr().out)
+    assert lines[0][0] == "the game drew a number" and float(lines[0][2]) == pytest.approx(chance, abs=0.05)
+    assert told <= float(lines[0][1]) <= float(lines[0][2]) and len(lines) == (4 if game == "asterix" else 1)
